@@ -1,0 +1,31 @@
+"""What the executor actor drives: something that prepares a step's batch and then runs it."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from cuelight.messages.executor import ExecuteStep
+from cuelight.messages.scheduler import StepDone
+
+B = TypeVar("B")
+
+
+class Device(Protocol[B]):
+    """Steps are prepared in order on one thread and run in the same order on another, so both may overlap.
+
+    `prepare` alone touches what it needs of the rows; `run` alone touches the device.
+    """
+
+    @property
+    def block_count(self) -> int:
+        """Blocks in the KV pool, the null block (id 0) included."""
+
+    @property
+    def block_size(self) -> int:
+        """Token slots per block."""
+
+    def prepare(self, step: ExecuteStep) -> B:
+        """Apply the step's changes to the rows and lay out its batch. Does not depend on sampled tokens."""
+
+    def run(self, batch: B) -> StepDone:
+        """Compute the batch and sample from it."""

@@ -1,0 +1,172 @@
+"""Attention over the paged pool in plain torch: the reference that every faster backend is judged by.
+
+Registered with transformers as one attention function. The step's layout reaches it through a context variable that
+the runner sets, because no cache object passes through the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from cuelight.actors.executor.batch import Batch, Sequence
+from cuelight.actors.executor.model.pool import KVPool
+
+ATTENTION_NAME = "cuelight_paged"
+
+PADDING_RATIO_MAX = 1.3
+"""Decodes attend together as long as the longest context is at most this much longer than the shortest."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """R rows with n query tokens each, attending together.
+
+    `queries`: flat indices [R * n]. `runs`: [R * kv_heads * blocks] (block, head) runs of the pool to gather. `mask`:
+    [R, 1, groups * n, context] added to the scores; the query heads that share a KV head lie along the query axis.
+    """
+
+    rows: int
+    query_count: int
+    context: int
+    queries: torch.Tensor
+    runs: torch.Tensor
+    mask: torch.Tensor
+
+
+class PagedAttention:
+    """One step's attention: laid out once, then used by every layer."""
+
+    def __init__(self, pool: KVPool, batch: Batch, query_groups: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._pool = pool
+        self._query_groups = query_groups
+        self._dtype = dtype
+        self._device = device
+        self._blocks = torch.from_numpy(batch.blocks).to(device)
+        self._offsets = torch.from_numpy(batch.offsets).to(device)
+        self._groups = [self._group(sequences) for sequences in _alike(batch.sequences)]
+
+    def _group(self, sequences: list[Sequence]) -> _Group:
+        pool, count = self._pool, sequences[0].stop - sequences[0].start
+        blocks = max(len(sequence.block_ids) for sequence in sequences)
+        table = np.zeros((len(sequences), blocks), np.int64)  # padded with the null block
+        for row, sequence in enumerate(sequences):
+            table[row, : len(sequence.block_ids)] = sequence.block_ids
+        runs = table[:, None, :] * pool.kv_heads + np.arange(pool.kv_heads)[None, :, None]
+        lengths = np.array([sequence.context_length for sequence in sequences])
+        context = blocks * pool.block_size
+        # A query sees its own position and all before it.
+        sees = lengths[:, None, None] - count + np.arange(count)[None, :, None] >= np.arange(context)[None, None, :]
+        mask = torch.zeros(sees.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(~sees), -torch.inf)
+        queries = np.concatenate([np.arange(sequence.start, sequence.stop) for sequence in sequences])
+        return _Group(
+            rows=len(sequences),
+            query_count=count,
+            context=context,
+            queries=torch.from_numpy(queries).to(self._device),
+            runs=torch.from_numpy(runs.reshape(-1)).to(self._device),
+            mask=mask.repeat(1, self._query_groups, 1)[:, None].to(self._device),
+        )
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Store this layer's K/V, then attend.
+
+        `q` is [T, heads, head_dim], `k` and `v` [T, kv_heads, head_dim]; gives the shape of `q`.
+        """
+        pool = self._pool
+        pool.write(layer, self._blocks, self._offsets, k, v)
+        out = torch.empty_like(q)
+        for group in self._groups:
+            keys = self._gather(pool.keys[layer], group)
+            values = self._gather(pool.values[layer], group)
+            mine = scaled_dot_product_attention(
+                self._fold(q.index_select(0, group.queries), group), keys, values, attn_mask=group.mask, scale=scaling
+            )
+            out.index_copy_(0, group.queries, self._unfold(mine, group))
+        return out
+
+    def _gather(self, stored: torch.Tensor, group: _Group) -> torch.Tensor:
+        heads, head_dim = self._pool.kv_heads, stored.shape[-1]
+        runs = stored.view(-1, self._pool.block_size * head_dim)
+        return runs.index_select(0, group.runs).view(group.rows, heads, group.context, head_dim)
+
+    def _fold(self, q: torch.Tensor, group: _Group) -> torch.Tensor:
+        """[R * n, heads, d] → [R, kv_heads, groups * n, d]: grouped heads become more queries of one KV head."""
+        heads, head_dim = self._pool.kv_heads, q.shape[-1]
+        q = q.view(group.rows, group.query_count, heads, self._query_groups, head_dim)
+        return q.permute(0, 2, 3, 1, 4).reshape(group.rows, heads, -1, head_dim)
+
+    def _unfold(self, out: torch.Tensor, group: _Group) -> torch.Tensor:
+        heads, head_dim = self._pool.kv_heads, out.shape[-1]
+        out = out.view(group.rows, heads, self._query_groups, group.query_count, head_dim)
+        return out.permute(0, 3, 1, 2, 4).reshape(group.rows * group.query_count, -1, head_dim)
+
+
+def _alike(sequences: list[Sequence]) -> Iterator[list[Sequence]]:
+    """Sequences to attend together: each prefill chunk alone, decodes with others of about their length."""
+    decodes: list[Sequence] = []
+    for single, some in groupby(sequences, key=lambda sequence: sequence.stop - sequence.start == 1):
+        if single:
+            decodes.extend(some)
+        else:
+            yield from ([sequence] for sequence in some)
+    decodes.sort(key=lambda sequence: len(sequence.block_ids))
+    group: list[Sequence] = []
+    for sequence in decodes:
+        if group and len(sequence.block_ids) > PADDING_RATIO_MAX * len(group[0].block_ids) + 1:
+            yield group
+            group = []
+        group.append(sequence)
+    if group:
+        yield group
+
+
+_step: ContextVar[PagedAttention] = ContextVar("cuelight_step")
+
+
+@contextmanager
+def attending(attention: PagedAttention) -> Iterator[None]:
+    """Within, the registered attention function uses this step's layout."""
+    token = _step.set(attention)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+class UnsupportedAttention(Exception):
+    """The model asks of attention what this backend does not do."""
+
+
+def _paged_attention(  # noqa: PLR0917 - transformers calls it by position
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **options: object,
+) -> tuple[torch.Tensor, None]:
+    """The function transformers calls in each layer; `query`, `key` and `value` are [1, heads, T, head_dim]."""
+    for option in ("sliding_window", "softcap", "s_aux"):
+        if options.get(option) is not None:
+            raise UnsupportedAttention(f"this model's attention uses {option}, which is not supported yet")
+    layer: int = module.layer_idx  # type: ignore[assignment]  # every transformers attention module has one
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return _step.get().attend(layer, q, k, v, scaling)[None], None
+
+
+def register() -> None:
+    """Make the function known to transformers under `ATTENTION_NAME`; harmless when done again."""
+    function: Callable[..., tuple[torch.Tensor, None]] = _paged_attention
+    AttentionInterface.register(ATTENTION_NAME, function)

@@ -1,0 +1,154 @@
+"""Loads a transformers decoder and sizes its KV pool."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from cuelight.actors.executor.batch import Batch, Sequence
+from cuelight.actors.executor.model.attention import ATTENTION_NAME, PagedAttention, attending, register
+from cuelight.actors.executor.model.pool import KVPool
+
+KV_BYTES_MAX_DEFAULT = 2 << 30
+MEMORY_SHARE_DEFAULT = 0.25
+
+
+class CannotLoad(Exception):
+    """The model cannot be served as asked; the message says why."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Which model, in which precision, with how large a pool.
+
+    `block_count` wins over `kv_cache_bytes`; with neither, the pool takes a quarter of the free memory, at most 2 GiB.
+    """
+
+    folder: Path
+    dtype: str
+    device: str
+    block_size: int
+    block_count: int | None
+    kv_cache_bytes: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its pool. `query_groups` query heads share each KV head."""
+
+    model: PreTrainedModel
+    pool: KVPool
+    query_groups: int
+    dtype: torch.dtype
+    device: torch.device
+    eos_token_ids: tuple[int, ...]
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """Logits [len(keep), vocabulary] after the flat tokens `keep`; `token_ids` and `positions` are [1, T]."""
+        output = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=keep)
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def load(options: LoadOptions) -> LoadedModel:
+    """Load weights, allocate the pool, and run one token through both.
+
+    Raises:
+        CannotLoad: the folder, dtype, device or architecture cannot be served, or memory does not suffice.
+    """
+    device = _device(options.device)
+    dtype = _dtype(options.dtype, device)
+    register()
+    try:
+        config = AutoConfig.from_pretrained(options.folder)
+        model = AutoModelForCausalLM.from_pretrained(
+            options.folder, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
+    except Exception as error:  # transformers raises many kinds for a folder it cannot load
+        raise CannotLoad(f"transformers cannot load {options.folder}: {error}") from error
+    torch.nn.Module.to(model, device)
+    model.train(False).requires_grad_(False)
+    pool, query_groups = _pool(options, config, dtype, device)
+    loaded = LoadedModel(model, pool, query_groups, dtype, device, options.eos_token_ids)
+    _try(loaded)
+    return loaded
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CannotLoad(f"device {name!r} cannot be used: {error}") from error
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        # Without matrix units for bfloat16, a CPU computes it several times slower than float32.
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(name)
+    if dtype is None:
+        raise CannotLoad(f"dtype must be 'float32', 'bfloat16' or 'auto', not {name!r}")
+    return dtype
+
+
+def _pool(options: LoadOptions, config: object, dtype: torch.dtype, device: torch.device) -> tuple[KVPool, int]:
+    text = config.get_text_config()  # type: ignore[attr-defined]  # every PretrainedConfig has it
+    heads: int = text.num_attention_heads
+    kv_heads: int = getattr(text, "num_key_value_heads", None) or heads
+    head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // heads
+    layers: int = text.num_hidden_layers
+    block_bytes = KVPool.block_bytes(
+        layers=layers, block_size=options.block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
+    )
+    block_count = options.block_count
+    if block_count is None:
+        budget = options.kv_cache_bytes or _budget(device)
+        block_count = budget // block_bytes
+        if block_count < 2:
+            raise CannotLoad(f"a KV cache of {budget} bytes holds no block: one takes {block_bytes} bytes")
+    try:
+        pool = KVPool(
+            layers=layers,
+            block_count=block_count,
+            block_size=options.block_size,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+        )
+    except RuntimeError as error:  # includes torch.OutOfMemoryError
+        raise CannotLoad(f"no memory for a KV cache of {block_count * block_bytes} bytes: {error}") from error
+    return pool, heads // kv_heads
+
+
+def _budget(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * 0.8)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(int(free * MEMORY_SHARE_DEFAULT), KV_BYTES_MAX_DEFAULT)
+
+
+def _try(loaded: LoadedModel) -> None:
+    """One token through the model, into the null block: what cannot be served shows now, not at the first request."""
+    zero = np.zeros(1, np.int64)
+    batch = Batch(0, 0, zero, zero.copy(), zero.copy(), zero.copy(), sequences=[Sequence(0, 1, 1, zero.copy())])
+    one = torch.zeros((1, 1), dtype=torch.int64, device=loaded.device)
+    attention = PagedAttention(loaded.pool, batch, loaded.query_groups, loaded.dtype, loaded.device)
+    try:
+        with torch.inference_mode(), attending(attention):
+            loaded.forward(one, one, one[0])
+    except Exception as error:
+        raise CannotLoad(f"this model does not run: {error}") from error
+    for tensor in (*loaded.pool.keys, *loaded.pool.values):
+        tensor[0].zero_()

@@ -1,0 +1,42 @@
+"""The paged KV pool on the device."""
+
+from __future__ import annotations
+
+import torch
+
+
+class KVPool:
+    """Keys and values of every layer, in blocks.
+
+    Each layer's tensors have shape [blocks, kv_heads, block_size, head_dim]: a (block, head) pair is one contiguous
+    run, so gathering a block table moves whole runs and needs no transpose.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        block_count: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (block_count, kv_heads, block_size, head_dim)
+        self.block_count = block_count
+        self.block_size = block_size
+        self.kv_heads = kv_heads
+        # Zeros, not garbage: a NaN in a padded slot would spread through the masked softmax (rule 61).
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+
+    @staticmethod
+    def block_bytes(*, layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of one block over all layers, keys and values together."""
+        return 2 * layers * block_size * kv_heads * head_dim * dtype.itemsize
+
+    def write(self, layer: int, blocks: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store `k` and `v`, both [tokens, kv_heads, head_dim], at slot `offsets[i]` of block `blocks[i]`."""
+        self.keys[layer][blocks, :, offsets] = k
+        self.values[layer][blocks, :, offsets] = v

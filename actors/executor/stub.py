@@ -1,0 +1,100 @@
+"""An executor without weights, for tests, simulations and readers without time to load a model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cuelight.messages.executor import ExecuteStep, Row
+from cuelight.messages.request import RequestId
+from cuelight.messages.scheduler import StepDone
+
+
+@dataclass
+class _StubRow:
+    token_ids: list[int]
+    computed: int
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
+class StubBatch:
+    """A step together with the rows whose chunks reach their last token, so that they sample."""
+
+    step: ExecuteStep
+
+
+def hashed_token(token_ids: Sequence[int], vocab_size: int) -> int:
+    """The next token as a pure function of all tokens before it."""
+    digest = hashlib.blake2b(b",".join(str(token).encode() for token in token_ids), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % vocab_size
+
+
+class StubDevice:
+    """Keeps the tokens that each KV slot would stand for, so a wrong block table gives wrong tokens.
+
+    The next token is `next_token(all tokens read back through the block table)`: the slots are written chunk by chunk,
+    shared through the prefix cache and reused, exactly as K/V would be.
+    """
+
+    def __init__(
+        self, block_count: int, block_size: int, next_token: Callable[[Sequence[int]], int] | None = None
+    ) -> None:
+        self.block_count = block_count
+        self.block_size = block_size
+        self._next_token = next_token or (lambda token_ids: hashed_token(token_ids, 1000))
+        self._slots: list[int | None] = [None] * (block_count * block_size)
+        self._rows: dict[RequestId, _StubRow] = {}
+        self._epoch = 0
+        self.steps = 0
+
+    def prepare(self, step: ExecuteStep) -> StubBatch:
+        """Nothing to lay out: rows change in `run`, in the same order."""
+        return StubBatch(step)
+
+    def run(self, batch: StubBatch) -> StepDone:
+        """Write each chunk's tokens into its slots and sample where a chunk reaches the end of its row."""
+        step = batch.step
+        self.steps += 1
+        self._apply(step)
+        sampled: list[tuple[RequestId, int]] = []
+        for chunk in step.chunks:
+            row = self._rows[chunk.request_id]
+            end = row.computed + chunk.token_count
+            assert end <= len(row.token_ids), "a chunk computes tokens that exist"
+            for position in range(row.computed, end):
+                self._slots[self._slot(row, position)] = row.token_ids[position]
+            row.computed = end
+            if end == len(row.token_ids):
+                token_id = self._next_token(self._read(row))
+                row.token_ids.append(token_id)
+                sampled.append((chunk.request_id, token_id))
+        request_ids, token_ids = zip(*sampled, strict=True) if sampled else ((), ())
+        return StepDone(step.epoch, step.step, tuple(request_ids), tuple(token_ids))
+
+    def _apply(self, step: ExecuteStep) -> None:
+        if step.epoch != self._epoch:
+            self._epoch = step.epoch
+            self._rows.clear()
+        for request_id in step.ended:
+            del self._rows[request_id]
+        for row in step.rows:
+            assert row.request_id not in self._rows, "a row enters once"
+            self._rows[row.request_id] = self._enter(row)
+        for extension in step.extensions:
+            self._rows[extension.request_id].block_ids.extend(extension.block_ids)
+
+    @staticmethod
+    def _enter(row: Row) -> _StubRow:
+        return _StubRow(list(row.token_ids), row.computed_tokens, list(row.block_ids))
+
+    def _slot(self, row: _StubRow, position: int) -> int:
+        block_id = row.block_ids[position // self.block_size]
+        assert block_id != 0, "the null block belongs to nobody"
+        return block_id * self.block_size + position % self.block_size
+
+    def _read(self, row: _StubRow) -> list[int]:
+        tokens = [self._slots[self._slot(row, position)] for position in range(row.computed)]
+        assert tokens == row.token_ids, "the slots hold this row's tokens and nothing else"
+        return row.token_ids

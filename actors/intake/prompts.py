@@ -1,0 +1,107 @@
+"""What a prompt may be. Knows types and shapes; knows nothing of sampling, tokenizers or queues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+
+from cuelight.actors.intake.refusal import Refused
+from cuelight.messages.request import Prompt, Refusal, Turn
+
+_FORMS = "a prompt is text, a list of messages or a list of token ids"
+_KEYS = ("role", "content")
+
+
+def parse_prompt(raw: object) -> Prompt:
+    """Turn what a caller wrote into a prompt: text, a list of messages (mappings or turns), or a list of token ids.
+
+    Raises `Refused`: EMPTY_PROMPT for an empty list, BAD_MESSAGE for a message that is not a role and a content,
+    WRONG_TYPE for anything else. Text that may have no tokens, and the range of ids, are not looked at here.
+    """
+    if isinstance(raw, str):
+        return raw
+    if not isinstance(raw, list | tuple):
+        raise Refused(Refusal.WRONG_TYPE, f"{_FORMS}, not {_kind(raw)}")
+    if not raw:
+        raise Refused(Refusal.EMPTY_PROMPT, "the prompt is empty")
+    if isinstance(raw[0], Mapping | Turn):
+        return tuple([_turn(index, item) for index, item in enumerate(raw)])
+    return _token_ids(raw)
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise `Refused` for the first id that is not in the vocabulary."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
+        raise Refused(
+            Refusal.TOKEN_OUT_OF_RANGE, f"token {index} of the prompt is {bad}; ids go from 0 to {vocab_size - 1}"
+        )
+
+
+def check_text(prompt: Prompt) -> None:
+    """Raise `Refused` for text that has no UTF-8 form: a tokenizer could not read it."""
+    if isinstance(prompt, str):
+        _check_encodable(prompt, "the prompt")
+        return
+    for index, item in enumerate(prompt):
+        if isinstance(item, Turn):
+            _check_encodable(item.role, f"the role of message {index}")
+            _check_encodable(item.content, f"the content of message {index}")
+
+
+def text_length(prompt: Prompt) -> int:
+    """How many characters there are to tokenize, the chat template's own left out."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(item.role) + len(item.content) for item in prompt if isinstance(item, Turn))
+
+
+def _check_encodable(text: str, where: str) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        reason = f"{where} has a lone surrogate at character {error.start}, which no encoding of text allows"
+        raise Refused(Refusal.BAD_PROMPT, reason) from None
+
+
+def _token_ids(items: Sequence[object]) -> tuple[int, ...]:
+    token_ids = []
+    for index, item in enumerate(items):
+        if type(item) is int:
+            token_ids.append(item)
+        elif isinstance(item, Integral) and not isinstance(item, bool):
+            token_ids.append(int(item))
+        else:
+            raise Refused(Refusal.WRONG_TYPE, f"{_FORMS}; item {index} of this one is {_kind(item)}")
+    return tuple(token_ids)
+
+
+def _turn(index: int, item: object) -> Turn:
+    if isinstance(item, Turn):
+        return _checked_turn(index, item.role, item.content)
+    if not isinstance(item, Mapping):
+        raise Refused(Refusal.WRONG_TYPE, f"message {index} is {_kind(item)}, not a mapping with role and content")
+    for key in _KEYS:
+        if key not in item:
+            raise Refused(Refusal.BAD_MESSAGE, f"message {index} has no {key!r}")
+    for key in item:
+        if key not in _KEYS:
+            reason = f"message {index} has a key {key!r}; a message has a role and a content"
+            raise Refused(Refusal.BAD_MESSAGE, reason)
+    return _checked_turn(index, item["role"], item["content"])
+
+
+def _checked_turn(index: int, role: object, content: object) -> Turn:
+    # A struct's fields are not checked when it is made, so a turn is looked at like any mapping.
+    if not isinstance(role, str) or not role:
+        kind = "empty" if role == "" else _kind(role)
+        raise Refused(Refusal.BAD_MESSAGE, f"the role of message {index} is {kind}, not a name such as 'user'")
+    if not isinstance(content, str):
+        raise Refused(Refusal.BAD_MESSAGE, f"the content of message {index} is {_kind(content)}, not text")
+    return Turn(role, content)
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"

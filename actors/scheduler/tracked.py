@@ -1,0 +1,124 @@
+"""What the scheduler knows of one request. Counts tokens, never blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cuelight.messages.cache import Admission, Filled
+from cuelight.messages.request import RequestId, Sampling
+
+
+class Tracked:
+    """One live request.
+
+    ```
+    token_ids   [ prompt ………… | output ……… ]  and `pending` more that steps in flight are sampling
+    computed    [ K/V confirmed …… ]
+    scheduled   [ K/V confirmed or being computed …… ]
+    capacity    [ slots in its block table ……………………………… ]
+    ```
+    `incarnation` counts how often it lost its blocks, so that what was asked for before is told from what is held now.
+    """
+
+    __slots__ = (
+        "_admission",
+        "arrived_at",
+        "block_ids",
+        "cached_tokens",
+        "capacity",
+        "computed",
+        "in_batch",
+        "incarnation",
+        "output_limit",
+        "pending",
+        "preemptions",
+        "prompt_tokens",
+        "queued_seconds",
+        "request_id",
+        "running",
+        "sampling",
+        "scheduled",
+        "suspect",
+        "token_ids",
+        "told",
+    )
+
+    def __init__(
+        self, request_id: RequestId, token_ids: Sequence[int], sampling: Sampling, token_limit: int, arrived_at: float
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(token_ids)
+        self.prompt_tokens = len(token_ids)
+        self.output_limit = min(sampling.max_tokens, token_limit - len(token_ids))
+        assert self.output_limit > 0, "intake admits only what can produce a token"
+        self.sampling = sampling
+        self.arrived_at = arrived_at
+        self.queued_seconds: float | None = None
+        self.cached_tokens = 0
+        self.preemptions = 0
+        self.suspect = False
+        self.incarnation = 0
+        self.pending = 0
+        self._admission: Admission | None = None
+        self._lose_blocks()
+
+    def _lose_blocks(self) -> None:
+        self.running = False
+        self.in_batch = False
+        self.scheduled = 0
+        self.computed = 0
+        self.capacity = 0
+        self.told = 0
+        self.block_ids: list[int] = []
+
+    @property
+    def output_tokens(self) -> int:
+        """Known output tokens."""
+        return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def need(self) -> int:
+        """Tokens to compute before the next one can be sampled; 1 is a decode, 0 means that nothing is left to do.
+
+        Nothing is left once every token the request may produce is known or being sampled (rule 44).
+        """
+        if self.output_tokens + self.pending >= self.output_limit:
+            return 0
+        return len(self.token_ids) + self.pending - self.scheduled
+
+    def admission(self) -> Admission:
+        """The request for blocks for everything known so far; built once while nothing changes."""
+        if self._admission is None or len(self._admission.token_ids) != len(self.token_ids):
+            self._admission = Admission(self.request_id, tuple(self.token_ids))
+        return self._admission
+
+    def admit(self, cached_tokens: int, now: float) -> None:
+        """Blocks were granted: the first `cached_tokens` need no computing."""
+        self.running = True
+        self.scheduled = self.computed = cached_tokens
+        self.told = len(self.token_ids)
+        self._admission = None
+        if self.queued_seconds is None:
+            self.queued_seconds = now - self.arrived_at
+            self.cached_tokens = cached_tokens
+
+    def extend(self, block_ids: Sequence[int], token_capacity: int) -> None:
+        """The block table grew; the executor hears of it with the next step."""
+        self.block_ids.extend(block_ids)
+        self.capacity = token_capacity
+
+    def evict(self) -> None:
+        """The blocks are gone; every known token will be computed again, tokens in flight still arrive."""
+        self.incarnation += 1
+        self._lose_blocks()
+
+    def filled(self) -> Filled:
+        """What the cache manager has not been told of the blocks' contents."""
+        news = tuple(self.token_ids[self.told : self.computed])
+        self.told = max(self.told, self.computed)
+        return Filled(self.request_id, self.computed, news)
+
+    def stop_at(self, output_tokens: int) -> None:
+        """Forget output beyond the `output_tokens`-th token: its text ended there."""
+        del self.token_ids[self.prompt_tokens + output_tokens :]
+        self.computed = min(self.computed, len(self.token_ids))

@@ -1,0 +1,66 @@
+"""What the cache manager hears. Everything about one planning round travels in one `Reserve`."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from cuelight.messages.address import Address
+from cuelight.messages.request import RequestId
+from cuelight.messages.scheduler import Granted
+
+
+class Growth(msgspec.Struct, frozen=True):
+    """A running request needs its table to hold `token_count` tokens in all."""
+
+    request_id: RequestId
+    token_count: int
+
+
+class Admission(msgspec.Struct, frozen=True):
+    """A waiting request asks for blocks for all of `token_ids`, less what the prefix cache already holds."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+
+
+class Filled(msgspec.Struct, frozen=True):
+    """The K/V of a request's first `computed_tokens` tokens are in its blocks; full blocks become reusable prefixes.
+
+    `token_ids` are the tokens that the cache manager has not been told of yet, in order.
+    """
+
+    request_id: RequestId
+    computed_tokens: int
+    token_ids: tuple[int, ...]
+
+
+class Reserve(msgspec.Struct, frozen=True, tag=True):
+    """Hold blocks for one step. Answered once: `Granted`.
+
+    Handled in this order: `filled`, then `growths`, each granted whole or refused, then `admissions` in order, until
+    one is refused or the admitted requests' uncached tokens reach `token_budget`.
+    """
+
+    filled: tuple[Filled, ...]
+    growths: tuple[Growth, ...]
+    admissions: tuple[Admission, ...]
+    token_budget: int
+    reply_to: Address[Granted]
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """These requests hold their blocks no longer. Not answered. What was computed stays as a prefix until evicted."""
+
+    released: tuple[Filled, ...]
+
+
+class Reset(msgspec.Struct, frozen=True, tag=True):
+    """The pool is new and empty: `block_count` blocks of `block_size` tokens. Every table and prefix is forgotten."""
+
+    block_count: int
+    block_size: int
+
+
+CacheMessage: TypeAlias = Reserve | Release | Reset

@@ -1,0 +1,58 @@
+"""What the executor hears: one message a step, carrying what changed since the step before."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from cuelight.messages.address import Address
+from cuelight.messages.request import RequestId, Sampling
+from cuelight.messages.scheduler import StepDone, StepFailed
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A request enters the device's batch with all its tokens so far; the first `computed_tokens` are in `block_ids`.
+
+    `prompt_tokens` counts the client's own prompt: after a preemption, `token_ids` also holds earlier output.
+    """
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    computed_tokens: int
+    block_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+class Extension(msgspec.Struct, frozen=True):
+    """Blocks appended to the block table of a row that the executor already has."""
+
+    request_id: RequestId
+    block_ids: tuple[int, ...]
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Compute the next `token_count` tokens of a row. The chunk that reaches the row's last token also samples one."""
+
+    request_id: RequestId
+    token_count: int
+
+
+class ExecuteStep(msgspec.Struct, frozen=True, tag=True):
+    """Run one step. Answered once: `StepDone` or `StepFailed`.
+
+    Applied in this order: `ended` rows go, `rows` come, `extensions` grow, `chunks` run, decodes first. A row whose
+    last token was sampled by the step before takes it from the device. A new `epoch` starts with no rows at all.
+    """
+
+    epoch: int
+    step: int
+    ended: tuple[RequestId, ...]
+    rows: tuple[Row, ...]
+    extensions: tuple[Extension, ...]
+    chunks: tuple[Chunk, ...]
+    reply_to: Address[StepDone | StepFailed]
+
+
+ExecutorMessage: TypeAlias = ExecuteStep

@@ -1,0 +1,73 @@
+"""Values that several protocols share: ids, prompts, sampling options, reasons and usage."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NewType, TypeAlias
+
+import msgspec
+
+RequestId = NewType("RequestId", int)
+
+
+class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One chat message: who speaks (`system`, `user`, `assistant`, …) and what."""
+
+    role: str
+    content: str
+
+
+Prompt: TypeAlias = str | tuple[Turn, ...] | tuple[int, ...]
+"""Text, a conversation, or token ids."""
+
+
+class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How tokens are chosen and when to stop.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 keep every token. `seed` None draws one at admission; with a
+    seed, the token at a position depends on (seed, position) and the model's output alone.
+    """
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """The end token, a stop token or a stop string."""
+    LENGTH = "length"
+    """`max_tokens`, or no room left in the context."""
+    CANCELLED = "cancelled"
+    """The client left."""
+    FAILED = "failed"
+    """The engine could not go on with this request; the end message says why."""
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of one request. `cached_tokens` of the prompt were found in the prefix cache."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+class Refusal(StrEnum):
+    """Why intake refuses a request; the client library maps each to one exception class."""
+
+    EMPTY_PROMPT = "empty_prompt"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    BAD_PROMPT = "bad_prompt"
+    BAD_MESSAGE = "bad_message"
+    TOKEN_OUT_OF_RANGE = "token_out_of_range"
+    BAD_SAMPLING = "bad_sampling"
+    WRONG_TYPE = "wrong_type"
+    QUEUE_FULL = "queue_full"

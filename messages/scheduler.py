@@ -1,0 +1,84 @@
+"""What the scheduler hears: requests from intake, blocks from the cache manager, results from the executor."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from cuelight.messages.request import RequestId, Sampling
+
+
+class Admit(msgspec.Struct, frozen=True, tag=True):
+    """A validated request joins the queue. `sampling.seed` is set; prompt and output together fit `token_limit`."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    token_limit: int
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """End a request whose client has left, in whatever state it is. Idempotent; unknown ids are ignored."""
+
+    request_id: RequestId
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """Blocks for one request: ids to append to its block table.
+
+    `cached_tokens` of a newly admitted request need not be computed; `token_capacity` is what its table holds now.
+    """
+
+    request_id: RequestId
+    block_ids: tuple[int, ...]
+    cached_tokens: int
+    token_capacity: int
+
+
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Reserve`: what was granted, in the order asked, and which requests got nothing.
+
+    A refused request is one that this pool could not serve now; requests behind a refused admission were not tried.
+    """
+
+    grants: tuple[Grant, ...]
+    refused: tuple[RequestId, ...]
+
+
+class StepDone(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `ExecuteStep`: the sampled token of each row that finished its prefill or decoded, in row order.
+
+    `failed` rows sampled nothing usable (NaN logits, for example); the others are sound.
+    """
+
+    epoch: int
+    step: int
+    request_ids: tuple[RequestId, ...]
+    token_ids: tuple[int, ...]
+    failed: tuple[tuple[RequestId, str], ...] = ()
+
+
+class StepFailed(msgspec.Struct, frozen=True, tag=True):
+    """The other answer to `ExecuteStep`: the step raised, and every later step of its epoch is void."""
+
+    epoch: int
+    step: int
+    error: str
+
+
+class StopMatched(msgspec.Struct, frozen=True, tag=True):
+    """A stop string ended a request's text at its `output_tokens`-th token; what was sampled beyond is dropped."""
+
+    request_id: RequestId
+    output_tokens: int
+
+
+class ExecutorReady(msgspec.Struct, frozen=True, tag=True):
+    """Weights are loaded and the KV pool is allocated: `block_count` blocks of `block_size` tokens."""
+
+    block_count: int
+    block_size: int
+
+
+SchedulerMessage: TypeAlias = Admit | Abort | Granted | StepDone | StepFailed | StopMatched | ExecutorReady

@@ -1,0 +1,9 @@
+"""`python -m cuelight` is the `cuelight` command."""
+
+from __future__ import annotations
+
+import sys
+
+from cuelight.cli import main
+
+sys.exit(main())

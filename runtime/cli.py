@@ -1,0 +1,100 @@
+"""The `cuelight` command: one function per subcommand. Errors of ours are one line on stderr and exit status 1."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from cuelight.errors import EmptyPrompt, EngineError
+from cuelight.store import DEFAULT_MODEL, model_path, pull
+
+MODEL_HELP = f"{DEFAULT_MODEL}, a Hugging Face folder, a .gguf file, or a hub id org/name (default: %(default)s)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character gets a question mark, not a traceback.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except EngineError as error:
+        print(f"cuelight: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return _reader_left()
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cuelight", description="An LLM inference engine built as actors.")
+    parser.add_argument("--version", action="version", version=f"cuelight {importlib.metadata.version('cuelight')}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    chat = commands.add_parser("chat", help="talk to a model", description=_chat.__doc__)
+    chat.add_argument("--model", default=DEFAULT_MODEL, help=MODEL_HELP)
+    chat.add_argument("--system", help="what the model is told before the conversation")
+    chat.add_argument("--max-tokens", type=int, default=512, help="length of an answer (default: %(default)s)")
+    chat.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
+    chat.add_argument("--seed", type=int, help="makes sampled answers repeatable")
+    chat.add_argument("prompt", nargs="?", help="answer this once and exit")
+    chat.set_defaults(run=_chat)
+
+    fetch = commands.add_parser("pull", help="fetch and prepare a model", description=_pull.__doc__)
+    fetch.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="NAME", help=MODEL_HELP)
+    fetch.set_defaults(run=_pull)
+    return parser
+
+
+def _pull(arguments: argparse.Namespace) -> int:
+    """Fetch a model, convert it where needed, and print the folder it is in."""
+    print(pull(arguments.model))
+    return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    """Answer PROMPT, or standard input where that is not a terminal, and exit; otherwise talk turn by turn."""
+    question = _question(arguments.prompt)
+    folder = model_path(arguments.model, progress=True)
+
+    from cuelight.chat import Conversation, converse
+    from cuelight.engine import Engine
+
+    def new_chat(engine: Engine) -> Conversation:
+        return engine.chat(
+            system=arguments.system,
+            max_tokens=arguments.max_tokens,
+            temperature=arguments.temperature,
+            seed=arguments.seed,
+        )
+
+    converse(Engine(folder), new_chat, question)
+    return 0
+
+
+def _question(prompt: str | None) -> str | None:
+    """The one question to answer, or None where someone is at the keyboard."""
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        return None
+    if prompt is None:
+        # Read as bytes: what is piped in may not be text in this locale's encoding.
+        prompt = sys.stdin.buffer.read().decode("utf-8", "replace") if sys.stdin is not None else ""
+    if not prompt.strip():
+        raise EmptyPrompt("there is no question: give one as PROMPT, or on standard input")
+    return prompt
+
+
+def _reader_left() -> int:
+    """Whoever read our output has closed it, like `head -1`: end without a word, as other programs do."""
+    # The interpreter flushes stdout once more on exit; let that go nowhere.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141

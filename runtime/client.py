@@ -1,0 +1,253 @@
+"""The client's end of a request: an async iterator over its output, whose loss cancels the request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Self, assert_never
+
+from cuelight import errors
+from cuelight.messages.client import Accepted, Chunk, ClientMessage, End, Rejected
+from cuelight.messages.request import FinishReason, Refusal, RequestId, Usage
+
+REFUSALS: dict[Refusal, type[errors.RequestRejected]] = {
+    Refusal.EMPTY_PROMPT: errors.EmptyPrompt,
+    Refusal.PROMPT_TOO_LONG: errors.PromptTooLong,
+    Refusal.BAD_PROMPT: errors.BadPrompt,
+    Refusal.BAD_MESSAGE: errors.BadMessage,
+    Refusal.TOKEN_OUT_OF_RANGE: errors.TokenOutOfRange,
+    Refusal.BAD_SAMPLING: errors.BadSampling,
+    Refusal.WRONG_TYPE: errors.WrongType,
+    Refusal.QUEUE_FULL: errors.QueueFull,
+}
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds: waiting for the first blocks, from submission to the first token, and to the end."""
+
+    queued_seconds: float
+    first_token_seconds: float
+    total_seconds: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished request. `text` is one decode of `token_ids`, cut before a stop string; `token_ids` has them all."""
+
+    request_id: RequestId
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+
+
+class Inbox:
+    """What the actors know of a stream: an address that gathers its output. Holds no reference to the stream."""
+
+    def __init__(self, request_id: RequestId, now: Callable[[], float], on_end: Callable[[Inbox], None]) -> None:
+        self.request_id = request_id
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.end: End | None = None
+        self.error: errors.EngineError | None = None
+        self.first_token_at: float | None = None
+        self.ended_at: float | None = None
+        self.cancelled = False
+        self._now = now
+        self._on_end = on_end
+        self.submitted_at = now()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def tell(self, message: ClientMessage, /) -> None:
+        """Hear from intake or the detokenizer."""
+        match message:
+            case Chunk():
+                if self.cancelled:
+                    return
+                if self.first_token_at is None:
+                    self.first_token_at = self._now()
+                assert message.position == len(self.token_ids), "a stream neither repeats nor skips a token"
+                self.texts.append(message.text)
+                self.token_ids.extend(message.token_ids)
+                self._wake()
+            case Accepted():
+                pass
+            case End():
+                if message.reason is FinishReason.FAILED:
+                    self.error = errors.RequestFailed(message.error)
+                self.end = message
+                self._finish()
+            case Rejected():
+                self.error = REFUSALS[message.refusal](message.reason)
+                self._finish()
+            case _:
+                assert_never(message)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will be read from this stream."""
+        return self.cancelled or self.ended_at is not None
+
+    def fail(self, error: errors.EngineError) -> None:
+        """The engine can serve this request no longer."""
+        if self.ended_at is None:
+            self.error = error
+            self._finish()
+
+    def _finish(self) -> None:
+        self.ended_at = self._now()
+        self._on_end(self)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def change(self) -> None:
+        """Wait for the next message. For one waiter at a time."""
+        if self._waiter is not None:
+            raise RuntimeError("a stream has one reader at a time")
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+
+class _Lease:
+    """Held by a stream and its reader: when both are gone before the end, the request is cancelled."""
+
+    def __init__(self, inbox: Inbox, cancel: Callable[[RequestId], None], cancel_later: Callable[[RequestId], None]):
+        self.inbox = inbox
+        self._cancel = cancel
+        self._cancel_later = cancel_later
+
+    def cancel(self) -> None:
+        """Cancel now, from the event loop's thread."""
+        if not self.inbox.over:
+            self.inbox.cancelled = True
+            self._cancel(self.inbox.request_id)
+
+    def cancel_later(self) -> None:
+        """Cancel from a finalizer: any thread, in the middle of anything."""
+        if not self.inbox.over:
+            self.inbox.cancelled = True
+            self._cancel_later(self.inbox.request_id)
+
+    def __del__(self) -> None:
+        self.cancel_later()
+
+
+class Stream:
+    """One request's output: iterate over it for chunks, or await `result()` for the whole.
+
+    Leaving the iteration, cancelling the task that waits, `aclose()`, or dropping the last reference cancels the
+    request and frees its blocks. A slow reader gets larger chunks. Errors of the request are raised by the iteration
+    and by `result()`: RequestRejected, RequestFailed or EngineUnavailable.
+    """
+
+    def __init__(self, lease: _Lease) -> None:
+        self._lease = lease
+        self._reader: _Reader | None = None
+
+    @property
+    def request_id(self) -> RequestId:
+        """The request's number within its engine."""
+        return self.inbox.request_id
+
+    @property
+    def inbox(self) -> Inbox:
+        """Where the output gathers."""
+        return self._lease.inbox
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        # Only the loop holds the reader, so leaving the loop drops it, even while the stream itself lives on.
+        return _Reader(self._lease)
+
+    async def __anext__(self) -> Chunk:
+        if self._reader is None:
+            self._reader = _Reader(self._lease)
+        return await self._reader.__anext__()
+
+    async def result(self) -> Result:
+        """Wait for the end and return the whole output, whether or not parts were read before."""
+        inbox = self.inbox
+        try:
+            while inbox.ended_at is None:
+                await inbox.change()
+        except asyncio.CancelledError:
+            self._lease.cancel()
+            raise
+        if inbox.error is not None:
+            raise inbox.error
+        assert inbox.end is not None, "a stream without error has an end"
+        return _result(inbox, inbox.end)
+
+    async def aclose(self) -> None:
+        """Cancel the request unless it is over. Does not wait for the engine."""
+        self._lease.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+class _Reader:
+    """The position of one iteration. Dropping it before the end cancels the request."""
+
+    def __init__(self, lease: _Lease) -> None:
+        self._lease = lease
+        self._texts_read = 0
+        self._tokens_read = 0
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        inbox = self._lease.inbox
+        try:
+            while self._texts_read == len(inbox.texts):
+                if inbox.error is not None:
+                    raise inbox.error
+                if inbox.over:
+                    raise StopAsyncIteration
+                await inbox.change()
+        except asyncio.CancelledError:
+            self._lease.cancel()
+            raise
+        return self._take(inbox)
+
+    def _take(self, inbox: Inbox) -> Chunk:
+        """Everything that has come since the last chunk, as one."""
+        text = "".join(inbox.texts[self._texts_read :])
+        chunk = Chunk(inbox.request_id, self._tokens_read, tuple(inbox.token_ids[self._tokens_read :]), text)
+        self._texts_read = len(inbox.texts)
+        self._tokens_read = len(inbox.token_ids)
+        return chunk
+
+    def __del__(self) -> None:
+        self._lease.cancel_later()
+
+
+def _result(inbox: Inbox, end: End) -> Result:
+    assert inbox.ended_at is not None
+    total = inbox.ended_at - inbox.submitted_at
+    first = total if inbox.first_token_at is None else inbox.first_token_at - inbox.submitted_at
+    return Result(
+        request_id=inbox.request_id,
+        text="".join(inbox.texts),
+        token_ids=tuple(inbox.token_ids),
+        finish_reason=end.reason,
+        usage=end.usage,
+        timings=Timings(end.queued_seconds, first, total),
+    )
+
+
+def open_stream(inbox: Inbox, cancel: Callable[[RequestId], None], cancel_later: Callable[[RequestId], None]) -> Stream:
+    """A stream over `inbox`. `cancel_later` may be called from any thread, at any moment."""
+    return Stream(_Lease(inbox, cancel, cancel_later))

@@ -1,0 +1,166 @@
+"""An engine's options, checked, and what its model's folder says about the model. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TypedDict
+
+from cuelight.errors import ConfigError, ModelUnavailable
+
+DTYPES = ("auto", "float32", "bfloat16")
+EXECUTORS = ("thread",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How an engine runs its model. Raises ConfigError for what cannot work.
+
+    Args:
+        dtype: of weights and KV cache: "float32", "bfloat16", or "auto" (float32 on the CPU, bfloat16 on CUDA).
+        quantization: None; no other is available yet.
+        executor: where the device work runs: "thread".
+        device: "cpu", "cuda", "cuda:1", or "auto" (CUDA where there is one).
+        token_budget: tokens computed in one step, at most.
+        running_max: requests that hold blocks at once, at most.
+        queue_limit: requests accepted and not finished, at most; more are refused with QueueFull.
+        block_size: token slots per block of the KV cache.
+        block_count: blocks of the KV cache; None sizes it by `kv_cache_bytes`.
+        kv_cache_bytes: bytes of the KV cache; None takes a quarter of the free memory (at most 2 GiB) on the CPU, 80 %
+            of the free memory on CUDA.
+        watermark_fraction: of the blocks, kept free for running requests when a new one is admitted.
+        context_length: tokens a request may hold, prompt and output; None is the model's own limit.
+        steps_in_flight: steps handed to the executor before the first one's result is read.
+        seed: of the engine's own chance, from which requests without a seed get theirs; None is different each time.
+    """
+
+    dtype: str = "auto"
+    quantization: str | None = None
+    executor: str = "thread"
+    device: str = "auto"
+    token_budget: int = 512
+    running_max: int = 64
+    queue_limit: int = 1024
+    block_size: int = 16
+    block_count: int | None = None
+    kv_cache_bytes: int | None = None
+    watermark_fraction: float = 0.01
+    context_length: int | None = None
+    steps_in_flight: int = 2
+    seed: int | None = None
+
+    @classmethod
+    def of(cls, options: Mapping[str, object]) -> EngineConfig:
+        """The configuration with these options. Raises ConfigError for a name that does not exist, too."""
+        names = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in names:
+                raise ConfigError(f"unknown option {name!r}; there are {', '.join(names)}")
+        return cls(**options)  # type: ignore[arg-type]  # __post_init__ checks what the values are
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.quantization is not None:
+            raise ConfigError(f"quantization {self.quantization!r} is not available: only None is")
+        if self.executor not in EXECUTORS:
+            raise ConfigError(f"executor {self.executor!r} is not available: only 'thread' is")
+        if not isinstance(self.device, str):
+            raise ConfigError(f"device must be a name such as 'cpu' or 'cuda', not {self.device!r}")
+        if self.seed is not None:
+            _check_count("seed", self.seed, at_least=0)
+        for name in ("token_budget", "running_max", "queue_limit", "block_size", "steps_in_flight"):
+            _check_count(name, getattr(self, name), at_least=1)
+        if self.block_count is not None:
+            _check_count("block_count", self.block_count, at_least=2)
+        if self.kv_cache_bytes is not None:
+            _check_count("kv_cache_bytes", self.kv_cache_bytes, at_least=1)
+        if self.context_length is not None:
+            _check_count("context_length", self.context_length, at_least=2)
+        if not isinstance(self.watermark_fraction, int | float) or not 0 <= self.watermark_fraction < 1:
+            raise ConfigError(f"watermark_fraction must be in [0, 1), not {self.watermark_fraction!r}")
+
+
+class EngineOptions(TypedDict, total=False):
+    """The keyword options of `Engine`, for type checkers: the fields of `EngineConfig`."""
+
+    dtype: str
+    quantization: str | None
+    executor: str
+    device: str
+    token_budget: int
+    running_max: int
+    queue_limit: int
+    block_size: int
+    block_count: int | None
+    kv_cache_bytes: int | None
+    watermark_fraction: float
+    context_length: int | None
+    steps_in_flight: int
+    seed: int | None
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The keyword options of a request, for type checkers: the fields of `Sampling`."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+
+
+def _check_count(name: str, value: object, *, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ConfigError(f"{name} must be a whole number of at least {at_least}, not {value!r}")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What intake and the scheduler need to know of a model."""
+
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+
+
+def read_facts(folder: Path) -> ModelFacts:
+    """The facts in a Hugging Face folder's configuration files.
+
+    Raises:
+        ModelUnavailable: a file is missing or does not say what it must.
+    """
+    config = _read(folder / "config.json")
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        config = {**config, **text}
+    generation = folder / "generation_config.json"
+    eos = (_read(generation) if generation.exists() else {}).get("eos_token_id", config.get("eos_token_id"))
+    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return ModelFacts(
+        vocab_size=_whole(config.get("vocab_size"), folder, "vocab_size"),
+        context_length=_whole(config.get("max_position_embeddings"), folder, "max_position_embeddings"),
+        eos_token_ids=tuple(_whole(token_id, folder, "eos_token_id") for token_id in eos_ids),
+    )
+
+
+def _whole(value: object, folder: Path, name: str) -> int:
+    if not isinstance(value, int):
+        raise ModelUnavailable(f"{folder} does not say its {name}: this model cannot be served")
+    return value
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelUnavailable(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelUnavailable(f"{path} does not hold a JSON object")
+    return content

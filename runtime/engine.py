@@ -1,0 +1,295 @@
+"""The engine as its users see it: open it, send requests, read its figures, close it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack
+
+from cuelight import errors
+from cuelight.actors.intake.prompts import parse_prompt
+from cuelight.actors.intake.validation import Refused, UnknownOption, parse_sampling
+from cuelight.client import REFUSALS, Inbox, Result, Stream, open_stream
+from cuelight.config import EngineConfig, EngineOptions, SamplingOptions
+from cuelight.conversation import Chat
+from cuelight.ensemble import Ensemble, assemble, gather, roles
+from cuelight.kernel import ActorCrashed, System, Worker, get_logger
+from cuelight.messages import observer
+from cuelight.messages.intake import Cancel, Submit
+from cuelight.messages.request import Prompt, RequestId, Sampling
+from cuelight.store import DEFAULT_MODEL, model_path
+
+if TYPE_CHECKING:
+    from cuelight.actors.executor.batch import Batch
+
+T = TypeVar("T")
+
+log = get_logger("cuelight.engine")
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Requests and blocks now, totals since the start. A block that is only cached counts as free."""
+
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    evictions: int
+    steps: int
+    preemptions: int
+    finished: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+class _Board:
+    """The engine's own address: keeps the latest figures and wakes whoever waits for the start."""
+
+    def __init__(self) -> None:
+        self.requests = observer.RequestFigures()
+        self.blocks = observer.BlockFigures()
+        self.ready: asyncio.Future[observer.Ready] = asyncio.get_running_loop().create_future()
+
+    def tell(self, message: observer.ObserverMessage, /) -> None:
+        match message:
+            case observer.RequestFigures():
+                self.requests = message
+            case observer.BlockFigures():
+                self.blocks = message
+            case observer.Ready():
+                if not self.ready.done():
+                    self.ready.set_result(message)
+            case observer.LoadFailed():
+                self.fail(errors.ModelUnavailable(message.error))
+
+    def fail(self, error: errors.EngineError) -> None:
+        """The engine will not become ready."""
+        if not self.ready.done():
+            self.ready.set_exception(error)
+
+
+class Engine:
+    """One model, served inside the running event loop.
+
+    Args:
+        model: the built-in name, a Hugging Face folder, a `.gguf` file, or a hub id.
+        progress: show progress on standard error while the model is fetched and converted.
+        options: the fields of `EngineConfig`.
+
+    Raises:
+        ConfigError: at once, for an option that cannot work.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str] = DEFAULT_MODEL, *, progress: bool = False, **options: Unpack[EngineOptions]
+    ) -> None:
+        self._model = model
+        self._progress = progress
+        self._config = EngineConfig.of(options)
+        self._ids = count(1)
+        self._open: dict[RequestId, Inbox] = {}
+        self._system: System | None = None
+        self._board: _Board | None = None
+        self._unavailable: errors.EngineUnavailable | None = errors.NotStarted(
+            "start the engine first: `async with Engine(...)`"
+        )
+
+    async def start(self) -> None:
+        """Find the model, load it, and open for requests.
+
+        Raises:
+            ModelUnavailable: the model cannot be found, fetched or loaded.
+            EngineClosed: this engine was started before.
+        """
+        if not isinstance(self._unavailable, errors.NotStarted) or self._board is not None:
+            raise errors.EngineClosed("an engine is started once; make another")
+        self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
+        self._board = board = _Board()
+        try:
+            ensemble = await _in_thread(self._gather)
+            cast = roles(self._config)
+            self._system = System(
+                assemble(ensemble, self._config, cast, board),
+                chance=random.Random(self._config.seed),
+                on_failure=self._crashed,
+            )
+            await self._system.start()
+            self._intake = self._system.find(cast.intake)
+            ready = await board.ready
+        except BaseException:
+            await self.stop()
+            raise
+        self._unavailable = None
+        log.info("engine_ready", model=str(self._model), token_capacity=ready.token_capacity)
+
+    def _gather(self) -> Ensemble[Batch]:
+        return gather(model_path(self._model, progress=self._progress), self._config)
+
+    async def stop(self) -> None:
+        """End every request with EngineClosed and give everything back. Harmless when done twice."""
+        if not isinstance(self._unavailable, errors.EngineBroken):
+            self._unavailable = errors.EngineClosed("the engine is closed")
+        self._fail_open(self._unavailable)
+        if self._board is not None:
+            self._board.ready.cancel()
+        if self._system is not None:
+            await self._system.stop(drop=True)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _crashed(self, crash: ActorCrashed) -> None:
+        """An actor is gone: whoever waits must hear of it."""
+        self._unavailable = errors.EngineBroken(str(crash))
+        self._unavailable.__cause__ = crash
+        if self._board is not None:
+            self._board.fail(self._unavailable)
+        self._fail_open(self._unavailable)
+
+    def _fail_open(self, error: errors.EngineError) -> None:
+        for inbox in list(self._open.values()):
+            inbox.fail(error)
+
+    def stream(self, prompt: object, **options: Unpack[SamplingOptions]) -> Stream:
+        """Submit a request and iterate over its output.
+
+        `prompt` is text, a list of chat messages (`{"role": …, "content": …}`), or a list of token ids. The request
+        is under way when this returns; what can be refused without the engine's help is refused here.
+
+        Raises:
+            RequestRejected: one of its kinds; see `cuelight.errors`.
+            EngineUnavailable: not started, closed, or broken.
+        """
+        return self._submit(*self._parse(prompt, options))
+
+    async def generate(self, prompt: object, **options: Unpack[SamplingOptions]) -> Result:
+        """Submit a request and wait for its whole output. Raises as `stream` does, and RequestFailed."""
+        return await self.stream(prompt, **options).result()
+
+    async def generate_many(
+        self, prompts: Iterable[object], *, progress: bool = False, **options: Unpack[SamplingOptions]
+    ) -> list[Result]:
+        """Serve many prompts and return their results in order; `progress` shows a bar on standard error.
+
+        Every prompt is checked before the first is served. Only as many are submitted at once as keep the batch full,
+        so a long list neither fills the queue nor shuts others out. The first error cancels the rest and is raised.
+        """
+        parsed = [self._parse(prompt, options) for prompt in prompts]
+        results: dict[int, Result] = {}
+        todo = iter(enumerate(parsed))
+
+        async def serve() -> None:
+            for index, (prompt, sampling) in todo:
+                results[index] = await self._submit(prompt, sampling).result()
+                bar.update()
+
+        from tqdm import tqdm
+
+        servers = max(1, min(2 * self._config.running_max, self._config.queue_limit // 2, len(parsed)))
+        with tqdm(total=len(parsed), disable=not progress, unit="request") as bar:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(servers):
+                        group.create_task(serve())
+            except BaseExceptionGroup as failures:
+                raise failures.exceptions[0] from None
+        return [results[index] for index in range(len(parsed))]
+
+    def chat(self, system: str | None = None, **options: Unpack[SamplingOptions]) -> Chat:
+        """A conversation that remembers; `options` hold for each answer. The prefix cache keeps its K/V."""
+        return Chat(lambda turns, merged: self.stream(turns, **merged), system, options)
+
+    def stats(self) -> EngineStats:
+        """Figures of this moment. All zero before the start."""
+        requests = self._board.requests if self._board else observer.RequestFigures()
+        blocks = self._board.blocks if self._board else observer.BlockFigures()
+        return EngineStats(
+            running=requests.running,
+            waiting=requests.waiting,
+            blocks_total=blocks.blocks_total,
+            blocks_free=blocks.blocks_free,
+            blocks_cached=blocks.blocks_cached,
+            evictions=blocks.evictions,
+            steps=requests.steps,
+            preemptions=requests.preemptions,
+            finished=requests.finished,
+            prompt_tokens=requests.prompt_tokens,
+            cached_tokens=requests.cached_tokens,
+            output_tokens=requests.output_tokens,
+        )
+
+    def _parse(self, prompt: object, options: SamplingOptions) -> tuple[Prompt, Sampling]:
+        if self._unavailable is not None:
+            raise self._unavailable
+        try:
+            return parse_prompt(prompt), parse_sampling(options)
+        except UnknownOption as unknown:
+            raise errors.UnknownField(str(unknown)) from None
+        except Refused as refused:
+            raise REFUSALS[refused.refusal](refused.reason) from None
+
+    def _submit(self, prompt: Prompt, sampling: Sampling) -> Stream:
+        if self._unavailable is not None:
+            raise self._unavailable
+        # Intake refuses beyond its queue limit; far beyond, not even a message is spent.
+        if len(self._open) >= 2 * self._config.queue_limit:
+            raise errors.QueueFull(f"{len(self._open)} requests are open already")
+        inbox = Inbox(RequestId(next(self._ids)), self._loop.time, on_end=self._forget)
+        stream = open_stream(inbox, self._cancel, self._cancel_later)
+        self._open[inbox.request_id] = inbox
+        self._intake.tell(Submit(inbox.request_id, prompt, sampling, reply_to=inbox))
+        return stream
+
+    def _forget(self, inbox: Inbox) -> None:
+        self._open.pop(inbox.request_id, None)
+
+    def _cancel(self, request_id: RequestId) -> None:
+        if threading.get_ident() != self._thread_id:
+            self._cancel_later(request_id)
+        else:
+            self._intake.tell(Cancel(request_id))
+
+    def _cancel_later(self, request_id: RequestId) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and the request with it
+            self._loop.call_soon_threadsafe(self._intake.tell, Cancel(request_id))
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Run blocking `work` on a thread of its own, which is gone afterwards."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+
+    def settle(put: Callable[[], None]) -> None:
+        if not outcome.done():
+            put()
+
+    worker = Worker[Callable[[], None]]("cuelight load", settle, loop)
+    worker.submit(
+        work,
+        done=lambda result: partial(outcome.set_result, result),
+        failed=lambda error: partial(outcome.set_exception, error),
+    )
+    worker.close()
+    try:
+        return await outcome
+    finally:
+        if not outcome.cancelled():  # nobody waits for work that was given up
+            await worker.ended()

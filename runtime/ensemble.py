@@ -1,0 +1,134 @@
+"""Who plays in an engine, and who knows whom. Sinks first: the cast starts in this order and stops in reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, Never, TypeVar
+
+from cuelight.actors.cache.actor import CacheManager
+from cuelight.actors.detokenizer.actor import Detokenizer
+from cuelight.actors.detokenizer.vocabulary import load_decoder
+from cuelight.actors.executor.actor import Executor
+from cuelight.actors.executor.device import Device
+from cuelight.actors.intake.actor import Intake, Limits
+from cuelight.actors.intake.tokenizer import PromptEncoder
+from cuelight.actors.scheduler.actor import Limits as StepLimits
+from cuelight.actors.scheduler.actor import Neighbours, Scheduler
+from cuelight.config import EngineConfig, ModelFacts, read_facts
+from cuelight.kernel import Part, Role
+from cuelight.messages.address import Address
+from cuelight.messages.cache import CacheMessage
+from cuelight.messages.detokenizer import DetokenizerMessage
+from cuelight.messages.executor import ExecutorMessage
+from cuelight.messages.intake import IntakeMessage
+from cuelight.messages.observer import ObserverMessage
+from cuelight.messages.scheduler import Abort, Admit, SchedulerMessage
+
+if TYPE_CHECKING:
+    from cuelight.actors.executor.batch import Batch
+
+B = TypeVar("B")
+
+
+@dataclass(frozen=True)
+class Ensemble(Generic[B]):
+    """All that is loaded before the cast starts; the executor loads the weights itself, on its own thread."""
+
+    facts: ModelFacts
+    encoder: PromptEncoder
+    decode: Callable[[Sequence[int]], str]
+    load_device: Callable[[], Device[B]]
+
+
+def gather(folder: Path, config: EngineConfig) -> Ensemble[Batch]:
+    """Read the model folder's facts and tokenizer. Blocks. Raises ModelUnavailable."""
+    facts = read_facts(folder)
+
+    def load_device() -> Device[Batch]:
+        from cuelight.actors.executor.model.loading import LoadOptions, load
+        from cuelight.actors.executor.runner import ModelRunner
+
+        loaded = load(
+            LoadOptions(
+                folder=folder,
+                dtype=config.dtype,
+                device=config.device,
+                block_size=config.block_size,
+                block_count=config.block_count,
+                kv_cache_bytes=config.kv_cache_bytes,
+                eos_token_ids=facts.eos_token_ids,
+            )
+        )
+        return ModelRunner(loaded)
+
+    return Ensemble(facts, PromptEncoder.load(folder), load_decoder(folder), load_device)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The roles, with mailboxes large enough for all that the protocol lets be under way at once."""
+
+    detokenizer: Role[DetokenizerMessage]
+    executor: Role[ExecutorMessage]
+    cache: Role[CacheMessage]
+    scheduler: Role[SchedulerMessage]
+    intake: Role[IntakeMessage]
+
+
+def roles(config: EngineConfig) -> Roles:
+    """A live request has at most a few messages of its own under way on an edge; steps are bounded by credit."""
+    requests = config.queue_limit
+    return Roles(
+        detokenizer=Role("detokenizer", DetokenizerMessage, capacity=4 * requests + 64),
+        executor=Role("executor", ExecutorMessage, capacity=4 * config.steps_in_flight + 8),
+        cache=Role("cache", CacheMessage, capacity=4 * requests + 64),
+        # An Abort must not overtake its Admit, so both overtake the results of steps.
+        scheduler=Role("scheduler", SchedulerMessage, capacity=4 * requests + 64, urgent=(Admit, Abort)),
+        intake=Role("intake", IntakeMessage, capacity=8 * requests + 64),
+    )
+
+
+def assemble(
+    ensemble: Ensemble[B], config: EngineConfig, cast: Roles, observer: Address[ObserverMessage]
+) -> tuple[Part[Never], ...]:
+    """The five parts."""
+    facts = ensemble.facts
+    context_length = min(facts.context_length, config.context_length or facts.context_length)
+    intake_limits = Limits(facts.vocab_size, context_length, config.queue_limit)
+    step_limits = StepLimits(config.token_budget, config.running_max, config.steps_in_flight)
+    return (
+        Part(cast.detokenizer, lambda context: Detokenizer(ensemble.decode, context.find(cast.scheduler))),
+        Part(
+            cast.executor,
+            lambda context: Executor(context, ensemble.load_device, context.find(cast.scheduler), observer),
+        ),
+        Part(cast.cache, lambda _: CacheManager(observer, config.watermark_fraction)),
+        Part(
+            cast.scheduler,
+            lambda context: Scheduler(
+                context,
+                step_limits,
+                frozenset(facts.eos_token_ids),
+                Neighbours(
+                    cache=context.find(cast.cache),
+                    executor=context.find(cast.executor),
+                    detokenizer=context.find(cast.detokenizer),
+                    intake=context.find(cast.intake),
+                    observer=observer,
+                ),
+            ),
+        ),
+        Part(
+            cast.intake,
+            lambda context: Intake(
+                context,
+                ensemble.encoder,
+                intake_limits,
+                context.find(cast.scheduler),
+                context.find(cast.detokenizer),
+                observer,
+            ),
+        ),
+    )

@@ -1,0 +1,90 @@
+"""Every exception a user of the engine can meet, in one tree.
+
+* EngineError
+  - ModelUnavailable      the model cannot be found, fetched, read or served
+  - ConfigError           the engine was configured with something it cannot do
+  - RequestRejected       refused before any work was done (also a ValueError)
+      EmptyPrompt · PromptTooLong · BadPrompt · BadMessage · TokenOutOfRange ·
+      BadSampling · UnknownField · WrongType · QueueFull
+  - RequestFailed         accepted, then ended by a failure that was not the client's choice
+  - EngineUnavailable     NotStarted · EngineClosed · EngineBroken
+  - ChatBusy              a second `say` while the first still streams
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ModelUnavailable(EngineError):
+    """The model cannot be found, fetched, read or served. The message says what is missing and what to type."""
+
+
+class ConfigError(EngineError, ValueError):
+    """An engine option has a value the engine cannot honour."""
+
+
+class RequestRejected(EngineError, ValueError):
+    """The request was refused before any work was done for it."""
+
+
+class EmptyPrompt(RequestRejected):
+    """The prompt has no tokens."""
+
+
+class PromptTooLong(RequestRejected):
+    """The prompt does not fit the model's context, or the whole block pool, with one token to spare."""
+
+
+class BadPrompt(RequestRejected):
+    """The prompt's text cannot be encoded (a lone surrogate, for example)."""
+
+
+class BadMessage(RequestRejected):
+    """A chat message lacks its role or content, or the chat template refuses the conversation."""
+
+
+class TokenOutOfRange(RequestRejected):
+    """A token id is negative or beyond the vocabulary."""
+
+
+class BadSampling(RequestRejected):
+    """A sampling option is outside its range."""
+
+
+class UnknownField(RequestRejected):
+    """A request option of this name does not exist."""
+
+
+class WrongType(RequestRejected):
+    """A prompt or an option has the wrong type."""
+
+
+class QueueFull(RequestRejected):
+    """The engine already holds as many requests as its queue limit allows. Try again later."""
+
+
+class RequestFailed(EngineError):
+    """The request was accepted and then ended by a failure; other requests are not touched."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine cannot take requests now."""
+
+
+class NotStarted(EngineUnavailable):
+    """The engine has not been started: use `async with Engine(...)`."""
+
+
+class EngineClosed(EngineUnavailable):
+    """The engine is closed or closing."""
+
+
+class EngineBroken(EngineUnavailable):
+    """An actor of the engine crashed; the cause is chained."""
+
+
+class ChatBusy(EngineError):
+    """The chat's previous answer is still streaming."""

@@ -1,0 +1,68 @@
+"""Logging that stays out of the host's way.
+
+Where the host program has configured structlog, its configuration is used. Otherwise events go to the standard
+library's logging, which is silent below WARNING until the host asks for more.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol, cast
+
+import structlog
+
+
+class Logger(Protocol):
+    """The part of a structlog logger that we use: an event name, then facts as keywords."""
+
+    def debug(self, event: str, **facts: object) -> object:
+        """For every step."""
+
+    def info(self, event: str, **facts: object) -> object:
+        """For every request."""
+
+    def warning(self, event: str, **facts: object) -> object:
+        """For what works less well than it could."""
+
+    def error(self, event: str, **facts: object) -> object:
+        """For what is broken."""
+
+
+class _HostLogger:
+    """Decides at each event where it goes, since hosts often configure logging after importing us."""
+
+    def __init__(self, name: str) -> None:
+        self._standard = logging.getLogger(name)
+        self._quiet = structlog.wrap_logger(
+            self._standard,
+            processors=[
+                structlog.stdlib.filter_by_level,
+                structlog.processors.format_exc_info,
+                structlog.processors.KeyValueRenderer(key_order=["event"]),
+            ],
+            wrapper_class=structlog.stdlib.BoundLogger,
+        )
+        self._structured = structlog.get_logger(name)
+
+    def _log(self, level: int, event: str, facts: dict[str, object]) -> None:
+        if structlog.is_configured():
+            self._structured.log(level, event, **facts)
+        elif self._standard.isEnabledFor(level):
+            self._quiet.log(level, event, **facts)
+
+    def debug(self, event: str, **facts: object) -> None:
+        self._log(logging.DEBUG, event, facts)
+
+    def info(self, event: str, **facts: object) -> None:
+        self._log(logging.INFO, event, facts)
+
+    def warning(self, event: str, **facts: object) -> None:
+        self._log(logging.WARNING, event, facts)
+
+    def error(self, event: str, **facts: object) -> None:
+        self._log(logging.ERROR, event, facts)
+
+
+def get_logger(name: str) -> Logger:
+    """A logger whose events follow the host's structlog configuration, or else the standard library's logging."""
+    return cast(Logger, _HostLogger(name))

@@ -1,0 +1,65 @@
+"""A thread for work that blocks, on behalf of one actor."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+M_contra = TypeVar("M_contra", contravariant=True)
+T = TypeVar("T")
+
+
+class Worker(Generic[M_contra]):
+    """Runs pieces of work one after another, in order, and posts each result to its actor as a message."""
+
+    def __init__(self, name: str, post: Callable[[M_contra], None], loop: asyncio.AbstractEventLoop) -> None:
+        self._jobs: SimpleQueue[Callable[[], Callable[[], None]] | None] = SimpleQueue()
+        self._post = post
+        self._loop = loop
+        self._drop = False
+        self._ended = asyncio.Event()
+        # A daemon, so that work which never returns cannot keep the host program from exiting.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, work: Callable[[], T], done: Callable[[T], M_contra], failed: Callable[[Exception], M_contra]
+    ) -> None:
+        """Run `work()` on the thread; then the actor hears `done(result)`, or `failed(error)` if it raised."""
+
+        def job() -> Callable[[], None]:
+            try:
+                return partial(self._post, done(work()))
+            except Exception as error:
+                return partial(self._post, failed(error))
+
+        self._jobs.put(job)
+
+    def close(self, *, drop: bool = False) -> None:
+        """Take no more work; the thread ends after what is queued (with `drop`, after what it is doing).
+
+        Does not wait: see `ended`.
+        """
+        self._drop = drop
+        self._jobs.put(None)
+
+    async def ended(self) -> None:
+        """Wait until the thread is gone."""
+        await self._ended.wait()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                if not self._drop:
+                    self._loop.call_soon_threadsafe(job())
+                del job  # an idle thread keeps nothing of its last job alive
+            self._loop.call_soon_threadsafe(self._ended.set)
+        except RuntimeError:
+            # The loop was closed without stopping the system: there is nobody left to tell.
+            if not self._loop.is_closed():
+                raise

@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import AsyncIterable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeVar
 
@@ -20,6 +20,8 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from cuelight.errors import RequestFailed, RequestRejected
 
 E = TypeVar("E")
+
+WAIT_SECONDS = 0.5
 
 HELP = "Ctrl-C stops an answer, /new starts over, /exit or Ctrl-D quits."
 
@@ -70,6 +72,9 @@ class Terminal:
         future: Future[None] | None = None
         try:
             future = self._portal.start_task_soon(self._stream, question, scope)
+            # In slices: a signal that comes just before the wait begins is seen only when the wait ends.
+            while wait([future], timeout=WAIT_SECONDS).not_done:
+                pass
             future.result()
         except KeyboardInterrupt:
             self._portal.call(scope.cancel)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 from cuelight import errors
 from cuelight.actors.intake.prompts import parse_prompt
-from cuelight.actors.intake.validation import Refused, UnknownOption, parse_sampling
+from cuelight.actors.intake.refusal import Refused, UnknownOption
+from cuelight.actors.intake.validation import parse_sampling
 from cuelight.client import REFUSALS, Inbox, Result, Stream, open_stream
 from cuelight.config import EngineConfig, EngineOptions, SamplingOptions
 from cuelight.conversation import Chat
@@ -25,6 +26,7 @@ from cuelight.kernel import ActorCrashed, System, Worker, get_logger
 from cuelight.messages import observer
 from cuelight.messages.intake import Cancel, Submit
 from cuelight.messages.request import Prompt, RequestId, Sampling
+from cuelight.progress import counting_bar
 from cuelight.store import DEFAULT_MODEL, model_path
 
 if TYPE_CHECKING:
@@ -201,10 +203,8 @@ class Engine:
                 results[index] = await self._submit(prompt, sampling).result()
                 bar.update()
 
-        from tqdm import tqdm
-
         servers = max(1, min(2 * self._config.running_max, self._config.queue_limit // 2, len(parsed)))
-        with tqdm(total=len(parsed), disable=not progress, unit="request") as bar:
+        with counting_bar(len(parsed), "request", shown=progress) as bar:
             try:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(servers):

@@ -71,7 +71,9 @@ class Scheduler(Actor[SchedulerMessage]):
         self._waiting: deque[Tracked] = deque()
         self._running: dict[RequestId, Tracked] = {}
         self._in_flight: deque[tuple[int, list[Planned]]] = deque()
+        # While a Reserve is out: whom it asks for, with their incarnations, and which of them waited then.
         self._asked: dict[RequestId, int] | None = None
+        self._courted: set[RequestId] = set()
         self._pool_exhausted = False
         self._releases = 0
         self._releases_when_asked = 0
@@ -158,7 +160,6 @@ class Scheduler(Actor[SchedulerMessage]):
         _, plan = self._in_flight.popleft()
         self._in_flight.clear()
         self._epoch += 1
-        self._left_batch.clear()
         log.warning("step_failed", epoch=failed.epoch, step=failed.step, requests=len(plan), error=failed.error)
         for request in self._requests.values():
             request.pending = 0
@@ -168,6 +169,7 @@ class Scheduler(Actor[SchedulerMessage]):
             planned.request.suspect = True
         for request in reversed(list(self._running.values())):
             self._preempt(request)
+        self._left_batch.clear()  # a new epoch starts with no rows at all
 
     # The next step.
 
@@ -200,6 +202,7 @@ class Scheduler(Actor[SchedulerMessage]):
 
     def _reserve(self, growths: list[cache.Growth], admissions: list[cache.Admission], token_budget: int) -> None:
         asked = [g.request_id for g in growths] + [a.request_id for a in admissions]
+        self._courted = {a.request_id for a in admissions}
         self._asked = {request_id: self._requests[request_id].incarnation for request_id in asked}
         self._releases_when_asked = self._releases
         growing = {g.request_id: self._requests[g.request_id] for g in growths}
@@ -214,9 +217,11 @@ class Scheduler(Actor[SchedulerMessage]):
         assert asked is not None, "only what was asked for is granted"
         for grant in granted.grants:
             request = self._requests.get(grant.request_id)
-            # One that ended or lost its blocks meanwhile was released behind our request: nothing is held for it.
+            if request is None and grant.request_id in self._courted:
+                # It ended while it waited, so nobody has released what it is given now.
+                self._released.append(cache.Filled(grant.request_id, grant.cached_tokens, ()))
             if request is None or request.incarnation != asked[grant.request_id]:
-                continue
+                continue  # one that ended or lost its blocks while it ran was released behind our asking
             if not request.running:
                 self._waiting.remove(request)
                 self._running[request.request_id] = request

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from cuelight.actors.executor.batch import Batch, Sequence
 from cuelight.actors.executor.model.attention import ATTENTION_NAME, PagedAttention, attending, register
@@ -67,9 +70,10 @@ def load(options: LoadOptions) -> LoadedModel:
     register()
     try:
         config = AutoConfig.from_pretrained(options.folder)
-        model = AutoModelForCausalLM.from_pretrained(
-            options.folder, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
-        )
+        with _no_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                options.folder, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
+            )
     except Exception as error:  # transformers raises many kinds for a folder it cannot load
         raise CannotLoad(f"transformers cannot load {options.folder}: {error}") from error
     torch.nn.Module.to(model, device)
@@ -78,6 +82,18 @@ def load(options: LoadOptions) -> LoadedModel:
     loaded = LoadedModel(model, pool, query_groups, dtype, device, options.eos_token_ids)
     _try(loaded)
     return loaded
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep transformers' progress bars, and the thread that each starts, out of the host program."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _device(name: str) -> torch.device:

@@ -3,7 +3,6 @@ preemption, nor a restart changes what a seeded request samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 import torch
@@ -90,6 +89,3 @@ def _draw_filtered(logits: torch.Tensor, best: torch.Tensor, draws: Many[Draw]) 
 
 def _column(like: torch.Tensor, values: Many[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
-
-
-

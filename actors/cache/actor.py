@@ -1,0 +1,84 @@
+"""The cache manager: owns the KV blocks' bookkeeping and answers the scheduler. The decisions are in `tables.py`."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from cuelight.actors.cache.pool import BlockPool
+from cuelight.actors.cache.tables import Tables
+from cuelight.kernel import Actor, get_logger
+from cuelight.messages import scheduler
+from cuelight.messages.address import Address
+from cuelight.messages.cache import CacheMessage, Release, Reserve, Reset
+from cuelight.messages.observer import BlockFigures
+from cuelight.messages.request import RequestId
+
+_log = get_logger("cuelight.cache")
+
+
+class CacheManager(Actor[CacheMessage]):
+    """Has no blocks until the first `Reset`. Tells `observer` its figures after each message that changed them."""
+
+    def __init__(self, observer: Address[BlockFigures], watermark_fraction: float) -> None:
+        self._observer = observer
+        self._watermark_fraction = watermark_fraction
+        self._tables = Tables(BlockPool(1), 1, watermark_fraction)
+        self._evictions_before = 0
+        self._told = BlockFigures()
+
+    def handle(self, message: CacheMessage) -> None:
+        match message:
+            case Reserve():
+                self._reserve(message)
+            case Release():
+                for filled in message.released:
+                    self._tables.release(filled)
+            case Reset():
+                self._reset(message)
+            case _:
+                assert_never(message)
+        figures = self._figures()
+        if figures != self._told or isinstance(message, Reset):
+            self._told = figures
+            self._observer.tell(figures)
+
+    def _reserve(self, message: Reserve) -> None:
+        for filled in message.filled:
+            self._tables.fill(filled)
+        grants: list[scheduler.Grant] = []
+        refused: list[RequestId] = []
+        for growth in message.growths:
+            grant = self._tables.grow(growth)
+            if grant is None:
+                refused.append(growth.request_id)
+            else:
+                grants.append(grant)
+        self._admit(message, grants, refused)
+        if refused:
+            _log.debug("blocks refused", request_ids=refused, blocks_free=self._tables.pool.free_count)
+        message.reply_to.tell(scheduler.Granted(tuple(grants), tuple(refused)))
+
+    def _admit(self, message: Reserve, grants: list[scheduler.Grant], refused: list[RequestId]) -> None:
+        budget = message.token_budget
+        for admission in message.admissions:
+            if budget <= 0:
+                return
+            grant = self._tables.admit(admission)
+            if grant is None:
+                refused.append(admission.request_id)
+                return
+            grants.append(grant)
+            budget -= min(budget, len(admission.token_ids) - grant.cached_tokens)
+
+    def _reset(self, message: Reset) -> None:
+        self._evictions_before += self._tables.pool.evictions
+        self._tables = Tables(BlockPool(message.block_count), message.block_size, self._watermark_fraction)
+
+    def _figures(self) -> BlockFigures:
+        pool = self._tables.pool
+        return BlockFigures(
+            blocks_total=pool.total,
+            blocks_free=pool.free_count,
+            blocks_cached=pool.indexed_count,
+            evictions=self._evictions_before + pool.evictions,
+        )

@@ -1,0 +1,54 @@
+"""The hash chain of one token sequence: what makes a block's contents findable by another request.
+
+Knows tokens and digests, nothing of blocks or of the pool.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from hashlib import sha256
+
+_ROOT = bytes(32)
+
+
+class Chain:
+    """A growing token sequence and the digests of its full blocks, each computed once, when first asked for.
+
+    A digest covers the block's tokens and, through its parent, every token before them, so equal digests mean equal
+    prefixes at equal positions. SHA-256, because whoever can build a collision can read another client's cache.
+    """
+
+    __slots__ = ("_block_size", "_digests", "_pack", "_salt", "_token_ids")
+
+    def __init__(self, token_ids: Iterable[int], block_size: int, salt: bytes = b"") -> None:
+        """Sequences with different `salt` never share a block: it enters the first block, the chain carries it on."""
+        self._token_ids = list(token_ids)
+        self._digests: list[bytes] = []
+        self._block_size = block_size
+        self._pack = struct.Struct(f"<{block_size}i").pack
+        self._salt = salt
+
+    def __len__(self) -> int:
+        """Tokens known so far."""
+        return len(self._token_ids)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        self._token_ids.extend(token_ids)
+
+    def spells(self, token_ids: tuple[int, ...]) -> bool:
+        """Whether the sequence is exactly `token_ids`."""
+        return len(token_ids) == len(self._token_ids) and self._token_ids == list(token_ids)
+
+    def digest(self, block_index: int) -> bytes:
+        """The digest of a full block, 32 bytes."""
+        assert block_index < len(self._token_ids) // self._block_size, "only a full block has a digest"
+        while len(self._digests) <= block_index:
+            self._digests.append(self._next_digest())
+        return self._digests[block_index]
+
+    def _next_digest(self) -> bytes:
+        start = len(self._digests) * self._block_size
+        parent, extra = (self._digests[-1], b"") if self._digests else (_ROOT, self._salt)
+        # Parent and tokens have a fixed length, so no two different inputs run together.
+        return sha256(parent + self._pack(*self._token_ids[start : start + self._block_size]) + extra).digest()

@@ -1,0 +1,136 @@
+"""The block pool: which blocks are held, which are free, and which hold a prefix that can be found again.
+
+Knows block ids and digests; nothing of requests, tokens or tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+
+NULL_BLOCK = 0
+"""Never pooled and never granted: padding on the device points at it."""
+
+
+class BlockPool:
+    """Blocks 1 to `block_count - 1`, each held by so many tables or free.
+
+    A free block may still be indexed: it keeps its contents until it is taken for something else. The free blocks are
+    one queue, taken from the front; unindexed blocks join it at the front and indexed ones at the back:
+
+        spare (last returned first)  │  never used (ascending)  │  indexed (longest free first)
+
+    An indexed block loses its digest only when taken and a free block never gains one, so the three parts never mix,
+    only the third is ever entered in the middle, and a new pool costs nothing per block.
+    """
+
+    def __init__(self, block_count: int) -> None:
+        assert block_count >= 1, "a pool has at least the null block"
+        self.total = block_count - 1
+        self.evictions = 0
+        self._spare: list[int] = []
+        self._indexed_free: OrderedDict[int, None] = OrderedDict()
+        self._index: dict[bytes, int] = {}
+        # By block id, as far as blocks were ever used; the length is the next block that never was.
+        self._holders: list[int] = [0]
+        self._digests: list[bytes | None] = [None]
+
+    @property
+    def free_count(self) -> int:
+        """Blocks that nobody holds, indexed ones included."""
+        return len(self._spare) + self._never_used_count + len(self._indexed_free)
+
+    @property
+    def indexed_count(self) -> int:
+        """Blocks that a lookup can find, held or free."""
+        return len(self._index)
+
+    @property
+    def _never_used_count(self) -> int:
+        return self.total + 1 - len(self._holders)
+
+    def find(self, digest: bytes) -> int | None:
+        """The block that holds this prefix block, if any."""
+        return self._index.get(digest)
+
+    def is_held(self, block: int) -> bool:
+        return self._holders[block] > 0
+
+    def is_indexed(self, block: int) -> bool:
+        return self._digests[block] is not None
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """One more table holds these indexed blocks."""
+        for block in blocks:
+            assert self._digests[block] is not None, f"block {block} is shared without being a known prefix"
+            if self._holders[block] == 0:
+                del self._indexed_free[block]
+            self._holders[block] += 1
+
+    def take(self, block_count: int) -> list[int]:
+        """Free blocks for one table to hold; the prefixes they still held are gone."""
+        assert block_count <= self.free_count, f"{block_count} blocks asked of {self.free_count} free ones"
+        return [self._take_one() for _ in range(block_count)]
+
+    def _take_one(self) -> int:
+        if self._spare:
+            block = self._spare.pop()
+            self._holders[block] = 1
+        elif self._never_used_count:
+            block = len(self._holders)
+            self._holders.append(1)
+            self._digests.append(None)
+        else:
+            block, _ = self._indexed_free.popitem(last=False)
+            self._forget(block)
+            self._holders[block] = 1
+        return block
+
+    def _forget(self, block: int) -> None:
+        digest = self._digests[block]
+        assert digest is not None, f"block {block} is among the indexed ones and has no digest"
+        del self._index[digest]
+        self._digests[block] = None
+        self.evictions += 1
+
+    def index(self, block: int, digest: bytes) -> None:
+        """Let lookups find this held block, unless they already find another one with the same contents.
+
+        Such a duplicate stays out of the index rather than replace a block in a live table.
+        """
+        assert self._holders[block] > 0, f"block {block} is indexed while nobody holds it"
+        assert self._digests[block] is None, f"block {block} is indexed twice"
+        if digest not in self._index:
+            self._index[digest] = block
+            self._digests[block] = digest
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """One table fewer holds these blocks. They become free in the order given."""
+        for block in blocks:
+            assert self._holders[block] > 0, f"block {block} is given back and was not held"
+            self._holders[block] -= 1
+            if self._holders[block]:
+                continue
+            if self._digests[block] is None:
+                self._spare.append(block)
+            else:
+                self._indexed_free[block] = None
+
+    def check(self, table_entries: Mapping[int, int]) -> None:
+        """Walk the whole pool. `table_entries` says how many table entries name each block."""
+        used_ever = range(1, len(self._holders))
+        assert len(self._digests) == len(self._holders) <= self.total + 1, "a block beyond the pool was used"
+        assert self._holders[NULL_BLOCK] == 0 and self._digests[NULL_BLOCK] is None, "the null block was used"
+        assert all(block in used_ever for block in table_entries), "a table names a block outside the pool"
+        free = [*self._spare, *self._indexed_free]
+        held = [block for block in used_ever if self._holders[block]]
+        assert sorted(free + held) == list(used_ever), "free and held blocks are not all blocks, each once"
+        assert self.free_count + len(held) == self.total, "the free count is wrong"
+        for block in used_ever:
+            entries = table_entries.get(block, 0)
+            assert self._holders[block] == entries, f"block {block}: {self._holders[block]} holders, {entries} entries"
+        assert not any(self.is_indexed(block) for block in self._spare), "an indexed block is among the spare ones"
+        assert all(self.is_indexed(block) for block in self._indexed_free), "a free block lost its digest"
+        indexed = {digest: block for block, digest in enumerate(self._digests) if digest is not None}
+        assert indexed == self._index, "the index and the blocks' digests disagree"
+        assert len(indexed) == sum(map(self.is_indexed, used_ever)), "two blocks have one digest"

@@ -1,0 +1,151 @@
+"""The block tables: which blocks each request holds, in order, and how far they are filled.
+
+Decides what is granted and what is refused; knows nothing of the order of service, of messages' senders or of text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from cuelight.actors.cache.hashing import Chain
+from cuelight.actors.cache.pool import BlockPool
+from cuelight.messages.cache import Admission, Filled, Growth
+from cuelight.messages.request import RequestId
+from cuelight.messages.scheduler import Grant
+
+REFUSED_CHAINS_MAX = 16
+"""A round refuses one admission at most, nearly always the same one, so a few are plenty."""
+
+
+@dataclass(slots=True)
+class _Table:
+    chain: Chain
+    blocks: list[int]
+    computed_tokens: int
+    full_blocks: int
+    """So many leading blocks are full and computed; each of them is in the index or the duplicate of one that was."""
+
+
+class Tables:
+    """The tables of all requests that hold blocks, over one pool of blocks of `block_size` tokens.
+
+    `watermark_fraction` of the pool, rounded up, stays free after an admission, so that running requests can grow;
+    a request alone in the pool may use all of it.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, watermark_fraction: float) -> None:
+        assert block_size >= 1, "a block holds at least one token"
+        assert 0.0 <= watermark_fraction < 1.0, "the watermark is a fraction of the pool"
+        self.pool = pool
+        self._block_size = block_size
+        self._watermark_blocks = math.ceil(watermark_fraction * pool.total)
+        self._tables: dict[RequestId, _Table] = {}
+        # Chains of refused admissions, oldest first: a retry does not hash its prompt again.
+        self._refused: dict[RequestId, Chain] = {}
+
+    def admit(self, admission: Admission) -> Grant | None:
+        """Hold blocks for all tokens, cached ones first; None if they do not all fit, and then nothing has changed.
+
+        At least one token is left to compute, even where all of them are cached: the step needs its logits.
+        """
+        request_id, token_ids = admission.request_id, admission.token_ids
+        assert request_id not in self._tables, f"request {request_id} is admitted twice"
+        assert token_ids, f"request {request_id} has no tokens"
+        chain = self._chain(request_id, token_ids)
+        hits = self._find_prefix(chain)
+        new_count = self._blocks_for(len(token_ids)) - len(hits)
+        # A hit that nobody holds is one of the free blocks, and is not free any more once taken.
+        needed = new_count + sum(not self.pool.is_held(block) for block in hits)
+        if needed + (self._watermark_blocks if self._tables else 0) > self.pool.free_count:
+            self._remember_refused(request_id, chain)
+            return None
+        # The hits first: taking new blocks could evict them.
+        self.pool.touch(hits)
+        blocks = hits + self.pool.take(new_count)
+        cached_tokens = len(hits) * self._block_size
+        self._tables[request_id] = _Table(chain, blocks, cached_tokens, len(hits))
+        return Grant(request_id, tuple(blocks), cached_tokens, len(blocks) * self._block_size)
+
+    def grow(self, growth: Growth) -> Grant | None:
+        """Append the blocks, maybe none, that the table lacks for `token_count` tokens; None if they do not all fit."""
+        table = self._tables.get(growth.request_id)
+        assert table is not None, f"request {growth.request_id} grows and holds no table"
+        missing = max(0, self._blocks_for(growth.token_count) - len(table.blocks))
+        if missing > self.pool.free_count:
+            return None
+        blocks = self.pool.take(missing)
+        table.blocks += blocks
+        return Grant(growth.request_id, tuple(blocks), 0, len(table.blocks) * self._block_size)
+
+    def fill(self, filled: Filled) -> None:
+        """Take note of new tokens and of how many are computed; blocks that became full can now be found."""
+        table = self._tables.get(filled.request_id)
+        assert table is not None, f"request {filled.request_id} was filled and holds no table"
+        self._fill(table, filled)
+
+    def release(self, filled: Filled) -> None:
+        """Fill, then free the table, its tail first. Harmless for a request that holds nothing."""
+        self._refused.pop(filled.request_id, None)
+        table = self._tables.pop(filled.request_id, None)
+        if table is None:
+            return
+        self._fill(table, filled)
+        # Where this table's block was a duplicate and the first one is gone by now, this one takes its place.
+        self._index(table, 0)
+        self.pool.give_back(reversed(table.blocks))
+
+    def check(self) -> None:
+        """Walk all tables and the whole pool, and assert that they agree. Costs time proportional to the pool."""
+        entries = Counter(block for table in self._tables.values() for block in table.blocks)
+        self.pool.check(entries)
+        for request_id, table in self._tables.items():
+            assert table.full_blocks * self._block_size <= table.computed_tokens, f"{request_id}: full before computed"
+            assert table.computed_tokens <= len(table.chain), f"{request_id}: more computed than known"
+            for i, block in enumerate(table.blocks):
+                if i >= table.full_blocks:
+                    assert entries[block] == 1, f"block {block} is shared and not full"
+                    assert not self.pool.is_indexed(block), f"block {block} is indexed and not full"
+                elif self.pool.is_indexed(block):
+                    assert self.pool.find(table.chain.digest(i)) == block, f"block {block} has a wrong digest"
+        assert len(self._refused) <= REFUSED_CHAINS_MAX, "too many refused chains are kept"
+        assert not self._refused.keys() & self._tables.keys(), "an admitted request is kept as refused"
+
+    def _fill(self, table: _Table, filled: Filled) -> None:
+        table.chain.extend(filled.token_ids)
+        request_id, computed = filled.request_id, filled.computed_tokens
+        assert table.computed_tokens <= computed, f"request {request_id}: computed tokens went down"
+        assert computed <= len(table.chain), f"request {request_id}: more computed than known tokens"
+        assert computed <= len(table.blocks) * self._block_size, f"request {request_id}: computed beyond its blocks"
+        table.computed_tokens = computed
+        if computed // self._block_size > table.full_blocks:
+            first, table.full_blocks = table.full_blocks, computed // self._block_size
+            self._index(table, first)
+
+    def _index(self, table: _Table, first: int) -> None:
+        for i in range(first, table.full_blocks):
+            if not self.pool.is_indexed(table.blocks[i]):
+                self.pool.index(table.blocks[i], table.chain.digest(i))
+
+    def _chain(self, request_id: RequestId, token_ids: tuple[int, ...]) -> Chain:
+        kept = self._refused.pop(request_id, None)
+        # A preempted request may have gained tokens since it was refused.
+        return kept if kept is not None and kept.spells(token_ids) else Chain(token_ids, self._block_size)
+
+    def _remember_refused(self, request_id: RequestId, chain: Chain) -> None:
+        self._refused[request_id] = chain
+        if len(self._refused) > REFUSED_CHAINS_MAX:
+            del self._refused[next(iter(self._refused))]
+
+    def _find_prefix(self, chain: Chain) -> list[int]:
+        hits: list[int] = []
+        for i in range((len(chain) - 1) // self._block_size):
+            block = self.pool.find(chain.digest(i))
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _blocks_for(self, token_count: int) -> int:
+        return -(-token_count // self._block_size)

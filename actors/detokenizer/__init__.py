@@ -1,0 +1,1 @@
+"""The detokenizer: token ids become text, and a stop string ends it."""

@@ -1,0 +1,54 @@
+"""Loads a model folder's tokenizer as a decode function. The only file of the detokenizer that knows of tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+_Decode: TypeAlias = Callable[[list[int]], str]
+
+
+class Decoder:
+    """Decodes token ids as the model's tokenizer does, special tokens left out. Ids it does not know have no text.
+
+    `byte_tokens` are the ids of byte fallback: what they mean depends on the run of them that they stand in.
+    """
+
+    def __init__(self, decode: _Decode, vocabulary: dict[str, int]) -> None:
+        self._decode = decode
+        self._id_limit = max(vocabulary.values(), default=-1) + 1
+        self.byte_tokens = _byte_tokens(decode, vocabulary)
+
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        limit = self._id_limit
+        return self._decode([token_id for token_id in token_ids if 0 <= token_id < limit])
+
+
+def load_decoder(folder: Path) -> Decoder:
+    """Load the tokenizer of a Hugging Face model folder. Takes seconds; raises what transformers raises.
+
+    It is loaded through transformers, though a tokenizer.json alone could be read faster: for some model families
+    transformers builds a tokenizer of its own, and its text is the one that ours is to equal.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        backend = tokenizer.backend_tokenizer
+        return Decoder(partial(backend.decode, skip_special_tokens=True), backend.get_vocab())
+
+    def decode(token_ids: list[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    return Decoder(decode, tokenizer.get_vocab())  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+
+
+def _byte_tokens(decode: _Decode, vocabulary: dict[str, int]) -> frozenset[int]:
+    """The ids of `<0x00>` to `<0xFF>`, if the tokenizer decodes them as bytes and not as the text of their names."""
+    lone_continuation = vocabulary.get("<0x80>")
+    if lone_continuation is None or decode([lone_continuation]) != "\ufffd":
+        return frozenset()
+    names = (f"<0x{byte:02X}>" for byte in range(256))
+    return frozenset(vocabulary[name] for name in names if name in vocabulary)

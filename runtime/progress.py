@@ -1,0 +1,61 @@
+"""What a long fetch or conversion shows on stderr. Knows nothing of models; silent unless asked for."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+
+def counting_bar(total: int, unit: str, *, shown: bool = True, **options: object) -> tqdm[None]:
+    """A tqdm bar without tqdm's monitor thread, which would outlive it in the host program."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg, misc, unused-ignore]  # tqdm's types, where installed, are generic
+        monitor_interval = 0
+
+    return Bar(total=total, unit=unit, **({"disable": not shown} | options))
+
+
+class Progress:
+    """Notes and one bar at a time. Bars appear on a terminal only, so that a log keeps to one line a phase."""
+
+    def __init__(self, shown: bool) -> None:
+        self.shown = shown
+        self._bar: tqdm[None] | None = None
+
+    def note(self, text: str) -> None:
+        """Print one line."""
+        if self.shown:
+            self.close()
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+
+    def bar(self, what: str, total: int, unit: str) -> None:
+        """Put up a new bar of `total` units in place of the one before."""
+        self.close()
+        if self.shown:
+            self._bar = counting_bar(total, unit, desc=what, unit_scale=unit == "B", disable=None, leave=False)
+
+    def reach(self, done: int, stage: str = "") -> None:
+        """Move the bar to `done` units of its total."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(stage, refresh=False)
+            self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        """Take the bar down."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,210 @@
+"""What several tests need: actors without a loop, driven by a seeded stage in any order their mailboxes allow."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from cuelight.actors.cache.actor import CacheManager
+from cuelight.actors.executor.actor import Executor
+from cuelight.actors.executor.stub import StubDevice, hashed_token
+from cuelight.actors.scheduler.actor import Limits, Neighbours, Scheduler
+from cuelight.kernel import Actor
+from cuelight.messages import detokenizer, intake, observer
+from cuelight.messages.request import FinishReason, RequestId, Sampling
+from cuelight.messages.scheduler import Abort, Admit, StopMatched
+
+M = TypeVar("M")
+T = TypeVar("T")
+
+
+class Recorder(Generic[M]):
+    """An address that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.messages: list[M] = []
+
+    def tell(self, message: M, /) -> None:
+        self.messages.append(message)
+
+
+class VirtualClock:
+    """Time that passes only when told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+class Stage:
+    """Delivers messages one at a time: the next mailbox is drawn from the seed, each mailbox is in order."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.clock = VirtualClock()
+        self._queues: dict[str, deque[Callable[[], None]]] = {}
+
+    def post(self, queue: str, delivery: Callable[[], None]) -> None:
+        self._queues.setdefault(queue, deque()).append(delivery)
+
+    def step(self) -> bool:
+        """Deliver one message; False when there is none."""
+        busy = [name for name, queue in self._queues.items() if queue]
+        if not busy:
+            return False
+        self.clock.seconds += 0.001
+        self._queues[self.chance.choice(busy)].popleft()()
+        return True
+
+
+class StageAddress(Generic[M]):
+    """An actor's address on a stage."""
+
+    def __init__(self, stage: Stage, name: str) -> None:
+        self._stage, self.name = stage, name
+        self.actor: Actor[M] | None = None
+
+    def tell(self, message: M, /) -> None:
+        self._stage.post(self.name, lambda: self._deliver(message))
+
+    def _deliver(self, message: M) -> None:
+        assert self.actor is not None
+        self.actor.handle(message)
+
+
+class StageContext(Generic[M]):
+    """What an actor gets in place of a kernel context; workers run their jobs when the stage draws them."""
+
+    def __init__(self, stage: Stage, ref: StageAddress[M]) -> None:
+        self._stage = stage
+        self.ref, self.clock, self.chance = ref, stage.clock, stage.chance
+
+    def worker(self, name: str) -> StageWorker[M]:
+        return StageWorker(self._stage, f"{self.ref.name} {name}", self.ref)
+
+
+class StageWorker(Generic[M]):
+    def __init__(self, stage: Stage, name: str, ref: StageAddress[M]) -> None:
+        self._stage, self._name, self._ref = stage, name, ref
+
+    def submit(self, work: Callable[[], T], done: Callable[[T], M], failed: Callable[[Exception], M]) -> None:
+        def job() -> None:
+            try:
+                message = done(work())
+            except AssertionError:
+                raise  # a broken invariant fails the test
+            except Exception as error:
+                message = failed(error)
+            self._ref.tell(message)
+
+        self._stage.post(self._name, job)
+
+
+class FailingDevice(StubDevice):
+    """A stub whose steps raise when `fault(step)` says so."""
+
+    def __init__(self, block_count: int, block_size: int, fault: Callable[[object], bool]) -> None:
+        super().__init__(block_count, block_size)
+        self._fault = fault
+
+    def run(self, batch):  # type: ignore[no-untyped-def]  # as the base
+        if self._fault(batch.step):
+            raise RuntimeError("a step that fails")
+        return super().run(batch)
+
+
+class Core:
+    """Scheduler, cache manager and executor (a stub) on a stage; the test is intake and detokenizer."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        device: StubDevice,
+        token_budget: int = 64,
+        running_max: int = 16,
+        steps_in_flight: int = 2,
+        watermark: float = 0.0,
+        eos: frozenset[int] = frozenset(),
+    ) -> None:
+        self.stage = Stage(seed)
+        self.device = device
+        self.detokenizer: Recorder[detokenizer.DetokenizerMessage] = Recorder()
+        self.intake: Recorder[intake.IntakeMessage] = Recorder()
+        self.observer: Recorder[observer.ObserverMessage] = Recorder()
+        self.scheduler = StageAddress(self.stage, "scheduler")
+        self.cache = StageAddress(self.stage, "cache")
+        self.executor = StageAddress(self.stage, "executor")
+        self.cache.actor = CacheManager(self.observer, watermark)
+        self.executor.actor = Executor(
+            StageContext(self.stage, self.executor), lambda: device, self.scheduler, self.observer
+        )
+        self.scheduler.actor = Scheduler(
+            StageContext(self.stage, self.scheduler),
+            Limits(token_budget, running_max, steps_in_flight),
+            eos,
+            Neighbours(self.cache, self.executor, self.detokenizer, self.intake, self.observer),
+        )
+        self.executor.actor.started()
+
+    def admit(self, request_id: int, prompt: Sequence[int], sampling: Sampling, token_limit: int = 10_000) -> None:
+        capacity = (self.device.block_count - 1) * self.device.block_size
+        self.scheduler.tell(Admit(RequestId(request_id), tuple(prompt), sampling, min(token_limit, capacity)))
+
+    def abort(self, request_id: int) -> None:
+        self.scheduler.tell(Abort(RequestId(request_id)))
+
+    def stop_matched(self, request_id: int, output_tokens: int) -> None:
+        self.scheduler.tell(StopMatched(RequestId(request_id), output_tokens))
+
+    def run(self, steps_max: int = 1_000_000) -> None:
+        """Until nothing is left to deliver."""
+        for _ in range(steps_max):
+            if not self.stage.step():
+                return
+        raise AssertionError("the core never comes to rest")
+
+    def outputs(self) -> dict[int, list[int]]:
+        """Every request's tokens, as the detokenizer heard them."""
+        out: dict[int, list[int]] = {}
+        for message in self.detokenizer.messages:
+            if isinstance(message, detokenizer.TokensReady):
+                for request_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
+                    out.setdefault(request_id, []).append(token_id)
+        return out
+
+    def ends(self) -> dict[int, detokenizer.RequestEnded]:
+        """How each request ended; one that ended twice fails the test."""
+        ends: dict[int, detokenizer.RequestEnded] = {}
+        for message in self.detokenizer.messages:
+            if isinstance(message, detokenizer.RequestEnded):
+                assert message.request_id not in ends, "a request ends once"
+                ends[message.request_id] = message
+        return ends
+
+    def blocks(self) -> observer.BlockFigures:
+        return [m for m in self.observer.messages if isinstance(m, observer.BlockFigures)][-1]
+
+    def figures(self) -> observer.RequestFigures:
+        return [m for m in self.observer.messages if isinstance(m, observer.RequestFigures)][-1]
+
+
+def expected_output(
+    prompt: Sequence[int], sampling: Sampling, eos: frozenset[int] = frozenset(), token_limit: int = 10_000
+) -> tuple[list[int], FinishReason]:
+    """What a stub must produce for a request alone: the slow, obvious path."""
+    tokens = list(prompt)
+    limit = min(sampling.max_tokens, token_limit - len(prompt))
+    while True:
+        token_id = hashed_token(tokens, 1000)
+        tokens.append(token_id)
+        count = len(tokens) - len(prompt)
+        ends = token_id in sampling.stop_token_ids or (token_id in eos and not sampling.ignore_eos)
+        if ends and count >= sampling.min_tokens:
+            return tokens[len(prompt) :], FinishReason.STOP
+        if count >= limit:
+            return tokens[len(prompt) :], FinishReason.LENGTH

@@ -1,0 +1,164 @@
+"""The cache manager's shell: order within a `Reserve`, what is answered, and what the observer is told."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import pytest
+
+from cuelight.actors.cache.actor import CacheManager
+from cuelight.messages.cache import Admission, Filled, Growth, Release, Reserve, Reset
+from cuelight.messages.observer import BlockFigures
+from cuelight.messages.request import RequestId
+from cuelight.messages.scheduler import Grant, Granted
+
+M = TypeVar("M")
+
+
+class Inbox(Generic[M]):
+    def __init__(self) -> None:
+        self.heard: list[M] = []
+
+    def tell(self, message: M, /) -> None:
+        self.heard.append(message)
+
+
+class Stage:
+    """A cache manager with a pool of `blocks_total` blocks of four tokens, and its two counterparts."""
+
+    def __init__(self, blocks_total: int, watermark_fraction: float = 0.0) -> None:
+        self.observer: Inbox[BlockFigures] = Inbox()
+        self.scheduler: Inbox[Granted] = Inbox()
+        self.cache = CacheManager(self.observer, watermark_fraction)
+        self.cache.handle(Reset(blocks_total + 1, 4))
+
+    def reserve(
+        self,
+        filled: tuple[Filled, ...] = (),
+        growths: tuple[Growth, ...] = (),
+        admissions: tuple[Admission, ...] = (),
+        token_budget: int = 1000,
+    ) -> Granted:
+        answers_before = len(self.scheduler.heard)
+        self.cache.handle(Reserve(filled, growths, admissions, token_budget, self.scheduler))
+        assert len(self.scheduler.heard) == answers_before + 1
+        return self.scheduler.heard[-1]
+
+
+def admission(request: int, token_count: int, first: int = 0) -> Admission:
+    return Admission(RequestId(request), tuple(range(first, first + token_count)))
+
+
+def ids(granted: Granted) -> list[int]:
+    return [grant.request_id for grant in granted.grants]
+
+
+def test_there_is_no_block_before_the_first_reset() -> None:
+    observer: Inbox[BlockFigures] = Inbox()
+    scheduler: Inbox[Granted] = Inbox()
+    cache = CacheManager(observer, 0.01)
+    cache.handle(Reserve((), (), (admission(1, 1),), 100, scheduler))
+    assert scheduler.heard == [Granted((), (RequestId(1),))]
+    assert observer.heard == []
+
+
+def test_a_reset_gives_all_blocks_but_the_null_block() -> None:
+    stage = Stage(9)
+    assert stage.observer.heard == [BlockFigures(blocks_total=9, blocks_free=9)]
+
+
+def test_filled_comes_before_growths_and_growths_before_admissions() -> None:
+    stage = Stage(4)
+    stage.reserve(admissions=(admission(1, 8),))
+    granted = stage.reserve(
+        filled=(Filled(RequestId(1), 8, (8,)),),
+        growths=(Growth(RequestId(1), 12),),
+        admissions=(admission(2, 9),),
+    )
+    assert granted == Granted((Grant(RequestId(1), (3,), 0, 12), Grant(RequestId(2), (1, 2, 4), 8, 12)), ())
+
+
+def test_each_growth_is_granted_whole_or_refused() -> None:
+    stage = Stage(4)
+    stage.reserve(admissions=(admission(1, 4), admission(2, 4, 50), admission(3, 4, 100)))
+    growths = (Growth(RequestId(1), 12), Growth(RequestId(2), 8), Growth(RequestId(3), 8))
+    granted = stage.reserve(growths=growths)
+    assert granted == Granted((Grant(RequestId(2), (4,), 0, 8),), (RequestId(1), RequestId(3)))
+
+
+def test_admissions_stop_at_the_first_refused() -> None:
+    stage = Stage(4)
+    granted = stage.reserve(admissions=(admission(1, 8), admission(2, 12, 50), admission(3, 4, 100)))
+    assert ids(granted) == [1]
+    assert granted.refused == (RequestId(2),)
+
+
+def test_admissions_stop_when_the_budget_is_used_up() -> None:
+    """The last one may exceed it: it is prefilled in chunks. Those behind it are neither granted nor refused."""
+    stage = Stage(20)
+    admissions = (admission(1, 6), admission(2, 10, 50), admission(3, 4, 100))
+    granted = stage.reserve(admissions=admissions, token_budget=7)
+    assert ids(granted) == [1, 2]
+    assert granted.refused == ()
+    granted = stage.reserve(admissions=admissions[2:], token_budget=0)
+    assert granted == Granted((), ())
+
+
+def test_only_uncached_tokens_count_against_the_budget() -> None:
+    stage = Stage(20)
+    stage.reserve(admissions=(admission(1, 8),))
+    granted = stage.reserve(
+        filled=(Filled(RequestId(1), 8, ()),),
+        admissions=(admission(2, 9), admission(3, 10), admission(4, 9)),
+        token_budget=3,
+    )
+    assert [(grant.request_id, grant.cached_tokens) for grant in granted.grants] == [(2, 8), (3, 8)]
+
+
+def test_rule_16_an_admission_earlier_in_the_same_message_brings_the_watermark() -> None:
+    stage = Stage(4, watermark_fraction=0.25)
+    granted = stage.reserve(admissions=(admission(1, 12), admission(2, 4, 50)))
+    assert ids(granted) == [1]
+    assert granted.refused == (RequestId(2),)
+    assert stage.observer.heard[-1].blocks_free == 1
+
+
+def test_a_release_keeps_the_prefix_and_is_not_answered() -> None:
+    stage = Stage(4)
+    stage.reserve(admissions=(admission(1, 6),))
+    stage.cache.handle(Release((Filled(RequestId(1), 8, (6, 7, 8)), Filled(RequestId(99), 0, ()))))
+    assert len(stage.scheduler.heard) == 1
+    assert stage.observer.heard[-1] == BlockFigures(blocks_total=4, blocks_free=4, blocks_cached=2)
+    assert stage.reserve(admissions=(admission(2, 9),)).grants[0].cached_tokens == 8
+
+
+def test_the_observer_hears_changed_figures_once_a_message() -> None:
+    stage = Stage(4)
+    stage.reserve(admissions=(admission(1, 4), admission(2, 4, 50)))
+    assert len(stage.observer.heard) == 2
+    stage.reserve(filled=(Filled(RequestId(1), 2, ()),), growths=(Growth(RequestId(1), 4),))
+    stage.reserve()
+    stage.cache.handle(Release(()))
+    assert len(stage.observer.heard) == 2
+    stage.reserve(filled=(Filled(RequestId(1), 4, ()),))
+    assert stage.observer.heard[2:] == [BlockFigures(blocks_total=4, blocks_free=2, blocks_cached=1)]
+
+
+def test_a_reset_forgets_tables_and_prefixes_but_not_past_evictions() -> None:
+    stage = Stage(2)
+    stage.reserve(admissions=(admission(1, 8),))
+    stage.cache.handle(Release((Filled(RequestId(1), 8, ()),)))
+    stage.reserve(admissions=(admission(2, 8, 50),))
+    assert stage.observer.heard[-1].evictions == 2
+    for _ in range(2):
+        stage.cache.handle(Reset(6, 2))
+        assert stage.observer.heard[-1] == BlockFigures(blocks_total=5, blocks_free=5, evictions=2)
+    assert len(stage.observer.heard) == 6
+    stage.cache.handle(Release((Filled(RequestId(2), 8, ()),)))
+    granted = stage.reserve(admissions=(admission(1, 9), admission(2, 9)))
+    assert granted == Granted((Grant(RequestId(1), (1, 2, 3, 4, 5), 0, 10),), (RequestId(2),))
+
+
+def test_a_growth_without_a_table_is_our_bug() -> None:
+    with pytest.raises(AssertionError, match="request 5 grows and holds no table"):
+        Stage(4).reserve(growths=(Growth(RequestId(5), 4),))

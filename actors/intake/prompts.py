@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 
-from cuelight.actors.intake.refusal import Refused
+from cuelight.actors.intake.refusal import Refused, kind, number
 from cuelight.messages.request import Prompt, Refusal, Turn
 
 _FORMS = "a prompt is text, a list of messages or a list of token ids"
 _KEYS = ("role", "content")
+_TEMPLATE_CHARS = 24  # about what a chat template writes around one message
 
 
 def parse_prompt(raw: object) -> Prompt:
@@ -21,7 +22,7 @@ def parse_prompt(raw: object) -> Prompt:
     if isinstance(raw, str):
         return raw
     if not isinstance(raw, list | tuple):
-        raise Refused(Refusal.WRONG_TYPE, f"{_FORMS}, not {_kind(raw)}")
+        raise Refused(Refusal.WRONG_TYPE, f"{_FORMS}, not {kind(raw)}")
     if not raw:
         raise Refused(Refusal.EMPTY_PROMPT, "the prompt is empty")
     if isinstance(raw[0], Mapping | Turn):
@@ -33,9 +34,8 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     """Raise `Refused` for the first id that is not in the vocabulary."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
-        raise Refused(
-            Refusal.TOKEN_OUT_OF_RANGE, f"token {index} of the prompt is {bad}; ids go from 0 to {vocab_size - 1}"
-        )
+        reason = f"token {index} of the prompt is {number(bad)}; ids go from 0 to {vocab_size - 1}"
+        raise Refused(Refusal.TOKEN_OUT_OF_RANGE, reason)
 
 
 def check_text(prompt: Prompt) -> None:
@@ -50,10 +50,10 @@ def check_text(prompt: Prompt) -> None:
 
 
 def text_length(prompt: Prompt) -> int:
-    """How many characters there are to tokenize, the chat template's own left out."""
+    """About how many characters there are to tokenize."""
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(len(item.role) + len(item.content) for item in prompt if isinstance(item, Turn))
+    return sum(_TEMPLATE_CHARS + len(item.content) for item in prompt if isinstance(item, Turn))
 
 
 def _check_encodable(text: str, where: str) -> None:
@@ -71,10 +71,10 @@ def _token_ids(items: Sequence[object]) -> tuple[int, ...]:
     for index, item in enumerate(items):
         if type(item) is int:
             token_ids.append(item)
-        elif isinstance(item, Integral) and not isinstance(item, bool):
-            token_ids.append(int(item))
+        elif isinstance(item, bool) or not isinstance(item, Integral):
+            raise Refused(Refusal.WRONG_TYPE, f"{_FORMS}; item {index} of this one is {kind(item)}")
         else:
-            raise Refused(Refusal.WRONG_TYPE, f"{_FORMS}; item {index} of this one is {_kind(item)}")
+            token_ids.append(int(item))
     return tuple(token_ids)
 
 
@@ -82,7 +82,7 @@ def _turn(index: int, item: object) -> Turn:
     if isinstance(item, Turn):
         return _checked_turn(index, item.role, item.content)
     if not isinstance(item, Mapping):
-        raise Refused(Refusal.WRONG_TYPE, f"message {index} is {_kind(item)}, not a mapping with role and content")
+        raise Refused(Refusal.WRONG_TYPE, f"message {index} is {kind(item)}, not a mapping with role and content")
     for key in _KEYS:
         if key not in item:
             raise Refused(Refusal.BAD_MESSAGE, f"message {index} has no {key!r}")
@@ -96,12 +96,8 @@ def _turn(index: int, item: object) -> Turn:
 def _checked_turn(index: int, role: object, content: object) -> Turn:
     # A struct's fields are not checked when it is made, so a turn is looked at like any mapping.
     if not isinstance(role, str) or not role:
-        kind = "empty" if role == "" else _kind(role)
-        raise Refused(Refusal.BAD_MESSAGE, f"the role of message {index} is {kind}, not a name such as 'user'")
+        found = "empty" if role == "" else kind(role)
+        raise Refused(Refusal.BAD_MESSAGE, f"the role of message {index} is {found}, not a name such as 'user'")
     if not isinstance(content, str):
-        raise Refused(Refusal.BAD_MESSAGE, f"the content of message {index} is {_kind(content)}, not text")
+        raise Refused(Refusal.BAD_MESSAGE, f"the content of message {index} is {kind(content)}, not text")
     return Turn(role, content)
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else f"of type {type(value).__name__}"

@@ -1,4 +1,7 @@
-"""How the plain parts of intake say no. Never seen outside the engine: the client library raises its own errors."""
+"""How the plain parts of intake say no, and in which words.
+
+Never seen outside the engine: the client library raises its own errors.
+"""
 
 from __future__ import annotations
 
@@ -20,3 +23,13 @@ class UnknownOption(Exception):
     def __init__(self, name: str, known: tuple[str, ...]) -> None:
         super().__init__(f"there is no option {name!r}; the options are {', '.join(known)}")
         self.name = name
+
+
+def kind(value: object) -> str:
+    """What a value of the wrong type is called in a reason."""
+    return "None" if value is None else f"of type {type(value).__name__}"
+
+
+def number(value: int) -> str:
+    """An integer as a reason shows it: Python refuses to print the largest ones."""
+    return str(value) if value.bit_length() <= 128 else f"a number of {value.bit_length()} bits"

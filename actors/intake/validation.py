@@ -9,7 +9,7 @@ from typing import Final, Never
 
 import msgspec
 
-from cuelight.actors.intake.refusal import Refused, UnknownOption
+from cuelight.actors.intake.refusal import Refused, UnknownOption, kind, number
 from cuelight.messages.request import Refusal, Sampling
 
 STOPS_MAX: Final = 16
@@ -71,10 +71,8 @@ def _checked(fields: Mapping[str, object], vocab_size: int | None) -> Sampling:
 
 def _integer(fields: Mapping[str, object], name: str, least: int) -> int:
     value = _as_integer(name, fields[name])
-    if value < least:
-        _refuse(f"{name} is {value}; it must be at least {least}")
-    if value > _INTEGER_MAX:
-        _refuse(f"{name} is {value}; it must be below 2**63")
+    if not least <= value <= _INTEGER_MAX:
+        _refuse(f"{name} is {number(value)}; it must be at least {least} and below 2**63")
     return value
 
 
@@ -99,7 +97,7 @@ def _seed(value: object) -> int | None:
         return None
     seed = _as_integer("seed", value)
     if not _SEED_MIN <= seed <= _SEED_MASK:
-        _refuse(f"seed is {seed}; it must fit in 64 bits")
+        _refuse(f"seed is {number(seed)}; it must fit in 64 bits")
     return seed & _SEED_MASK
 
 
@@ -134,7 +132,7 @@ def _stop_token_ids(value: object, vocab_size: int | None) -> tuple[int, ...]:
     for token_id in token_ids:
         if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
             limit = "not negative" if vocab_size is None else f"from 0 to {vocab_size - 1}"
-            raise Refused(Refusal.TOKEN_OUT_OF_RANGE, f"stop_token_ids has {token_id}; ids are {limit}")
+            raise Refused(Refusal.TOKEN_OUT_OF_RANGE, f"stop_token_ids has {number(token_id)}; ids are {limit}")
     return token_ids
 
 
@@ -143,5 +141,4 @@ def _refuse(reason: str) -> Never:
 
 
 def _wrong_type(name: str, expected: str, value: object) -> Never:
-    kind = "None" if value is None else f"of type {type(value).__name__}"
-    raise Refused(Refusal.WRONG_TYPE, f"{name} must be {expected}, and it is {kind}")
+    raise Refused(Refusal.WRONG_TYPE, f"{name} must be {expected}, and it is {kind(value)}")

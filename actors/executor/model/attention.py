@@ -146,7 +146,7 @@ class UnsupportedAttention(Exception):
     """The model asks of attention what this backend does not do."""
 
 
-def _paged_attention(  # noqa: PLR0917 - transformers calls it by position
+def _paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -1,0 +1,331 @@
+"""The intake actor, driven message by message with lists for addresses and a worker that waits to be run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+from cuelight.actors.intake.actor import INLINE_CHARS_MAX, Intake, IntakeInbox, Limits
+from cuelight.actors.intake.refusal import Refused
+from cuelight.kernel import Context
+from cuelight.messages.client import Accepted, Rejected
+from cuelight.messages.detokenizer import Open, RequestEnded
+from cuelight.messages.intake import Cancel, Finished, Opened, Serving, Submit
+from cuelight.messages.observer import Ready
+from cuelight.messages.request import FinishReason, Prompt, Refusal, RequestId, Sampling, Turn, Usage
+from cuelight.messages.scheduler import Abort, Admit
+
+LIMITS = Limits(vocab_size=128, context_length=1000, queue_limit=3)
+LONG = "x" * (INLINE_CHARS_MAX + 1)
+
+
+class Inbox:
+    """An address that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.messages: list[object] = []
+
+    def tell(self, message: object, /) -> None:
+        self.messages.append(message)
+
+    def take(self) -> list[object]:
+        messages, self.messages = self.messages, []
+        return messages
+
+
+class Encoder:
+    """One token a character; some prompts are trouble."""
+
+    def __init__(self) -> None:
+        self.limits: list[int] = []
+
+    def encode(self, prompt: Prompt, token_limit: int) -> tuple[int, ...]:
+        self.limits.append(token_limit)
+        if isinstance(prompt, str):
+            if "broken" in prompt:
+                raise RuntimeError("tokenizer bug")
+            return tuple(map(ord, prompt))
+        if isinstance(prompt[0], Turn):
+            raise Refused(Refusal.BAD_MESSAGE, "no template")
+        return cast(tuple[int, ...], prompt)
+
+
+@dataclass
+class Worker:
+    """Keeps its work until it is told to run."""
+
+    post: Callable[[IntakeInbox], None]
+    jobs: list[Callable[[], IntakeInbox]] = field(default_factory=list)
+
+    def submit(
+        self,
+        work: Callable[[], tuple[int, ...]],
+        done: Callable[[tuple[int, ...]], IntakeInbox],
+        failed: Callable[[Exception], IntakeInbox],
+    ) -> None:
+        def job() -> IntakeInbox:
+            try:
+                return done(work())
+            except Exception as error:
+                return failed(error)
+
+        self.jobs.append(job)
+
+    def run(self) -> None:
+        jobs, self.jobs = self.jobs, []
+        for job in jobs:
+            self.post(job())
+
+
+class Surroundings:
+    """The part of a context that intake uses."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self.ref = Inbox()
+        self.chance = random.Random(seed)
+        self.tokenizing = Worker(self.ref.tell)
+
+    def worker(self, name: str) -> Worker:
+        assert name == "tokenize"
+        return self.tokenizing
+
+
+class Stage:
+    """An intake with its neighbours, serving unless told otherwise."""
+
+    def __init__(self, *, token_capacity: int = 500, limits: Limits = LIMITS, seed: int = 1) -> None:
+        self.surroundings = Surroundings(seed)
+        self.encoder = Encoder()
+        self.scheduler, self.detokenizer, self.observer = Inbox(), Inbox(), Inbox()
+        context = cast(Context[IntakeInbox], self.surroundings)
+        self.actor = Intake(context, self.encoder, limits, self.scheduler, self.detokenizer, self.observer)
+        self.surroundings.tokenizing.post = self.actor.handle
+        if token_capacity:
+            self.actor.handle(Serving(token_capacity))
+            self.observer.take()
+
+    def submit(self, request_id: int, prompt: Prompt = "hi", sampling: Sampling | None = None) -> Inbox:
+        client = Inbox()
+        self.actor.handle(Submit(RequestId(request_id), prompt, sampling or Sampling(seed=5), client))
+        return client
+
+    def opened(self, request_id: int) -> None:
+        self.actor.handle(Opened(RequestId(request_id)))
+
+    def cancel(self, request_id: int) -> None:
+        self.actor.handle(Cancel(RequestId(request_id)))
+
+    def finish(self, *request_ids: int) -> None:
+        self.actor.handle(Finished(tuple(map(RequestId, request_ids))))
+
+    def tokenize(self) -> None:
+        self.surroundings.tokenizing.run()
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+def refusal_of(client: Inbox) -> Refusal:
+    (rejected,) = client.take()
+    assert isinstance(rejected, Rejected)
+    assert rejected.reason
+    return rejected.refusal
+
+
+def test_a_request_is_accepted_then_opened_then_admitted(stage: Stage) -> None:
+    sampling = Sampling(stop=("a", "b"), min_tokens=2, seed=9)
+    client = stage.submit(1, "hey", sampling)
+    assert client.take() == [Accepted(RequestId(1), 3)]
+    opening = Open(RequestId(1), ("a", "b"), 2, client, stage.surroundings.ref)
+    assert stage.detokenizer.take() == [opening]
+    assert stage.scheduler.take() == [], "no token can come before the stream is open"
+    stage.opened(1)
+    assert stage.scheduler.take() == [Admit(RequestId(1), (104, 101, 121), sampling, token_limit=500)]
+    assert stage.detokenizer.take() == client.take() == []
+
+
+def test_token_ids_are_taken_as_they_are(stage: Stage) -> None:
+    stage.submit(1, (5, 6))
+    stage.opened(1)
+    (admit,) = stage.scheduler.take()
+    assert isinstance(admit, Admit)
+    assert admit.token_ids == (5, 6)
+
+
+def test_long_text_is_tokenized_by_the_worker(stage: Stage) -> None:
+    long, short = stage.submit(1, "x" * 450), stage.submit(2, "hi")
+    assert long.take() == [] == stage.encoder.limits[1:]
+    assert short.take() == [Accepted(RequestId(2), 2)]
+    stage.tokenize()
+    assert long.take() == [Accepted(RequestId(1), 450)]
+    assert stage.encoder.limits == [500, 500], "the smaller of context and pool"
+
+
+def test_the_observer_hears_when_requests_are_served() -> None:
+    stage = Stage(token_capacity=0)
+    assert refusal_of(stage.submit(1)) is Refusal.QUEUE_FULL
+    stage.actor.handle(Serving(64))
+    assert stage.observer.take() == [Ready(64)]
+    assert stage.submit(1).take() == [Accepted(RequestId(1), 2)]
+
+
+def test_the_queue_limit_counts_every_live_request(stage: Stage) -> None:
+    stage.submit(1, LONG)
+    stage.submit(2)
+    stage.submit(3)
+    stage.opened(3)
+    assert refusal_of(stage.submit(4)) is Refusal.QUEUE_FULL
+    stage.finish(3)
+    assert stage.submit(5).take() == [Accepted(RequestId(5), 2)]
+
+
+def test_refused_requests_do_not_count(stage: Stage) -> None:
+    for request_id in range(10):
+        assert refusal_of(stage.submit(request_id, "broken")) is Refusal.BAD_PROMPT
+        assert refusal_of(stage.submit(request_id, "hi", Sampling(top_k=-1))) is Refusal.BAD_SAMPLING
+    client = stage.submit(11, "broken" + LONG)
+    stage.tokenize()
+    assert refusal_of(client) is Refusal.BAD_PROMPT
+    assert stage.submit(12).take() == [Accepted(RequestId(12), 2)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "refusal"),
+    [
+        ("", Sampling(), Refusal.EMPTY_PROMPT),
+        ((), Sampling(), Refusal.EMPTY_PROMPT),
+        (7, Sampling(), Refusal.WRONG_TYPE),
+        ((True,), Sampling(), Refusal.WRONG_TYPE),
+        ((0, 128), Sampling(), Refusal.TOKEN_OUT_OF_RANGE),
+        ("é", Sampling(), Refusal.TOKEN_OUT_OF_RANGE),
+        ((Turn("user", "x"),), Sampling(), Refusal.BAD_MESSAGE),
+        ((Turn("", "x"),), Sampling(), Refusal.BAD_MESSAGE),
+        ("hi", Sampling(max_tokens="3"), Refusal.WRONG_TYPE),  # type: ignore[arg-type]
+        ("hi", Sampling(temperature=-1), Refusal.BAD_SAMPLING),
+        ("hi", Sampling(stop_token_ids=(128,)), Refusal.TOKEN_OUT_OF_RANGE),
+    ],
+)
+def test_refusals(stage: Stage, prompt: Prompt, sampling: Sampling, refusal: Refusal) -> None:
+    assert refusal_of(stage.submit(1, prompt, sampling)) is refusal
+    assert stage.detokenizer.take() == stage.scheduler.take() == []
+
+
+@pytest.mark.parametrize(
+    ("token_capacity", "length", "words"),
+    [
+        (100, 99, None),
+        (100, 100, "the prompt has 100 tokens and needs one more for output; the engine's whole block pool holds 100"),
+        (5000, 999, None),
+        (5000, 1000, "the model's context holds 1000"),
+        (500, 1000, "the model's context holds 1000"),
+    ],
+)
+def test_rule_10_what_can_never_fit_is_refused(token_capacity: int, length: int, words: str | None) -> None:
+    stage = Stage(token_capacity=token_capacity)
+    (answer,) = stage.submit(1, (1,) * length).take()
+    if words is None:
+        assert answer == Accepted(RequestId(1), length)
+    else:
+        assert isinstance(answer, Rejected)
+        assert answer.refusal is Refusal.PROMPT_TOO_LONG
+        assert words in answer.reason
+
+
+def admitted(stage: Stage, request_id: int, sampling: Sampling) -> Sampling:
+    stage.submit(request_id, "hi", sampling)
+    stage.opened(request_id)
+    (admit,) = stage.scheduler.take()
+    assert isinstance(admit, Admit)
+    return admit.sampling
+
+
+def test_a_seed_is_drawn_where_there_is_none() -> None:
+    seeds = {seed: [admitted(Stage(seed=seed), 1, Sampling()).seed for _ in range(2)] for seed in (1, 2)}
+    assert seeds[1][0] == seeds[1][1] == random.Random(1).getrandbits(64)
+    assert seeds[1] != seeds[2]
+    assert admitted(Stage(), 1, Sampling(seed=0)).seed == 0
+    assert admitted(Stage(), 1, Sampling(seed=-1)).seed == 2**64 - 1
+
+
+def test_numbers_without_bound_are_brought_to_what_they_mean(stage: Stage) -> None:
+    sampling = admitted(stage, 1, Sampling(max_tokens=2**62, min_tokens=2**61, top_k=128, seed=3))
+    assert sampling == Sampling(max_tokens=500, min_tokens=500, top_k=0, seed=3)
+    assert admitted(stage, 2, Sampling(top_k=127)).top_k == 127
+
+
+def test_rule_49_cancel_while_tokenizing(stage: Stage) -> None:
+    client = stage.submit(1, "x" * 450)
+    stage.cancel(1)
+    stage.tokenize()
+    assert client.take() == [Accepted(RequestId(1), 450)]
+    assert len(stage.detokenizer.take()) == 1
+    stage.opened(1)
+    assert stage.detokenizer.take() == [ended(1, 450)]
+    assert stage.scheduler.take() == []
+
+
+def test_rule_49_cancel_while_tokenizing_what_is_then_refused(stage: Stage) -> None:
+    client = stage.submit(1, "broken" + LONG)
+    stage.cancel(1)
+    stage.tokenize()
+    assert refusal_of(client) is Refusal.BAD_PROMPT
+    stage.cancel(1)
+    assert stage.detokenizer.take() == stage.scheduler.take() == []
+
+
+def test_rule_49_cancel_while_opening_frees_the_place(stage: Stage) -> None:
+    for request_id in range(10):
+        stage.submit(request_id)
+        stage.cancel(request_id)
+        stage.cancel(request_id)
+        stage.detokenizer.take()
+        stage.opened(request_id)
+        assert stage.detokenizer.take() == [ended(request_id, 2)]
+    assert stage.scheduler.take() == []
+
+
+def test_rule_49_cancel_when_admitted_aborts_once_and_keeps_the_place(stage: Stage) -> None:
+    for request_id in (1, 2, 3):
+        stage.submit(request_id)
+        stage.opened(request_id)
+    stage.scheduler.take()
+    stage.cancel(1)
+    stage.cancel(1)
+    assert stage.scheduler.take() == [Abort(RequestId(1))]
+    assert refusal_of(stage.submit(4)) is Refusal.QUEUE_FULL
+    stage.finish(1, 2)
+    assert stage.submit(4).take() == [Accepted(RequestId(4), 2)]
+
+
+def test_rule_49_cancelling_what_is_unknown_or_over_does_nothing(stage: Stage) -> None:
+    stage.cancel(9)
+    stage.submit(1)
+    stage.opened(1)
+    stage.finish(1)
+    stage.scheduler.take()
+    stage.cancel(1)
+    assert stage.scheduler.take() == []
+
+
+def test_what_the_others_must_not_do_is_asserted(stage: Stage) -> None:
+    stage.submit(1)
+    with pytest.raises(AssertionError, match="submitted twice"):
+        stage.submit(1)
+    with pytest.raises(AssertionError, match="finished unadmitted"):
+        stage.finish(1)
+    stage = Stage()
+    stage.submit(1)
+    stage.opened(1)
+    with pytest.raises(AssertionError, match="opened twice"):
+        stage.opened(1)
+
+
+def ended(request_id: int, prompt_tokens: int) -> RequestEnded:
+    usage = Usage(prompt_tokens=prompt_tokens)
+    return RequestEnded(RequestId(request_id), FinishReason.CANCELLED, usage, 0.0, 0)

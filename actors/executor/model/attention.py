@@ -25,6 +25,9 @@ ATTENTION_NAME = "cuelight_paged"
 PADDING_RATIO_MAX = 1.3
 """Decodes attend together as long as the longest context is at most this much longer than the shortest."""
 
+GATHERED_TOKENS_MAX = 8192
+"""Decodes attend together up to this much context in all, so that what was gathered is still in the CPU's cache."""
+
 
 @dataclass(frozen=True)
 class _Group:
@@ -52,7 +55,9 @@ class PagedAttention:
         self._device = device
         self._blocks = torch.from_numpy(batch.blocks).to(device)
         self._offsets = torch.from_numpy(batch.offsets).to(device)
-        self._groups = [self._group(sequences) for sequences in _alike(batch.sequences)]
+        self._groups = [self._group(sequences) for sequences in _alike(batch.sequences, pool.block_size)]
+        runs = max((len(group.runs) for group in self._groups), default=0)
+        self._key_buffer, self._value_buffer = pool.buffers(runs)
 
     def _group(self, sequences: list[Sequence]) -> _Group:
         pool, count = self._pool, sequences[0].stop - sequences[0].start
@@ -85,18 +90,20 @@ class PagedAttention:
         pool.write(layer, self._blocks, self._offsets, k, v)
         out = torch.empty_like(q)
         for group in self._groups:
-            keys = self._gather(pool.keys[layer], group)
-            values = self._gather(pool.values[layer], group)
+            keys = self._gather(pool.keys[layer], group, self._key_buffer)
+            values = self._gather(pool.values[layer], group, self._value_buffer)
             mine = scaled_dot_product_attention(
                 self._fold(q.index_select(0, group.queries), group), keys, values, attn_mask=group.mask, scale=scaling
             )
             out.index_copy_(0, group.queries, self._unfold(mine, group))
         return out
 
-    def _gather(self, stored: torch.Tensor, group: _Group) -> torch.Tensor:
+    def _gather(self, stored: torch.Tensor, group: _Group, buffer: torch.Tensor) -> torch.Tensor:
         heads, head_dim = self._pool.kv_heads, stored.shape[-1]
         runs = stored.view(-1, self._pool.block_size * head_dim)
-        return runs.index_select(0, group.runs).view(group.rows, heads, group.context, head_dim)
+        gathered = buffer[: len(group.runs) * runs.shape[1]].view(-1, runs.shape[1])
+        torch.index_select(runs, 0, group.runs, out=gathered)
+        return gathered.view(group.rows, heads, group.context, head_dim)
 
     def _fold(self, q: torch.Tensor, group: _Group) -> torch.Tensor:
         """[R * n, heads, d] → [R, kv_heads, groups * n, d]: grouped heads become more queries of one KV head."""
@@ -110,7 +117,7 @@ class PagedAttention:
         return out.permute(0, 3, 1, 2, 4).reshape(group.rows * group.query_count, -1, head_dim)
 
 
-def _alike(sequences: list[Sequence]) -> Iterator[list[Sequence]]:
+def _alike(sequences: list[Sequence], block_size: int) -> Iterator[list[Sequence]]:
     """Sequences to attend together: each prefill chunk alone, decodes with others of about their length."""
     decodes: list[Sequence] = []
     for single, some in groupby(sequences, key=lambda sequence: sequence.stop - sequence.start == 1):
@@ -121,7 +128,9 @@ def _alike(sequences: list[Sequence]) -> Iterator[list[Sequence]]:
     decodes.sort(key=lambda sequence: len(sequence.block_ids))
     group: list[Sequence] = []
     for sequence in decodes:
-        if group and len(sequence.block_ids) > PADDING_RATIO_MAX * len(group[0].block_ids) + 1:
+        blocks = len(sequence.block_ids)
+        padded = blocks > PADDING_RATIO_MAX * len(group[0].block_ids) + 1 if group else False
+        if padded or (group and (len(group) + 1) * blocks * block_size > GATHERED_TOKENS_MAX):
             yield group
             group = []
         group.append(sequence)

@@ -31,6 +31,15 @@ class KVPool:
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
 
+        self._buffers: tuple[torch.Tensor, torch.Tensor] = (self.keys[0].new_empty(0), self.keys[0].new_empty(0))
+
+    def buffers(self, runs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two flat buffers with room for `runs` (block, head) runs, kept from step to step: fresh memory is slow."""
+        size = runs * self.keys[0][0, 0].numel()
+        if len(self._buffers[0]) < size:
+            self._buffers = (self.keys[0].new_empty(size), self.keys[0].new_empty(size))
+        return self._buffers
+
     @staticmethod
     def block_bytes(*, layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes of one block over all layers, keys and values together."""

@@ -14,8 +14,8 @@ from cuelight.messages.request import Turn
 class Chat:
     """A conversation: each answer is generated from all turns before it, whose K/V the prefix cache keeps.
 
-    An answer that was broken off stays in the conversation as far as it came; one that was refused or failed leaves
-    no trace, so it can be asked again.
+    An answer that was broken off stays in the conversation as far as it came; one that was refused or failed, or never
+    began, leaves no trace, so it can be asked again.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Chat:
         answer = self._answer
         if answer is None or self._asked is None or not answer.over:
             return
-        if answer.error is None:
-            self._turns += [self._asked, Turn("assistant", "".join(answer.texts))]
+        text = "".join(answer.texts)
+        if answer.error is None and text:
+            self._turns += [self._asked, Turn("assistant", text)]
         self._asked = self._answer = None

@@ -21,7 +21,7 @@ from cuelight.actors.intake.validation import parse_sampling
 from cuelight.client import REFUSALS, Inbox, Result, Stream, open_stream
 from cuelight.config import EngineConfig, EngineOptions, SamplingOptions
 from cuelight.conversation import Chat
-from cuelight.ensemble import Ensemble, assemble, gather, roles
+from cuelight.ensemble import Ensemble, casting, gather, roles
 from cuelight.kernel import ActorCrashed, System, Worker, get_logger
 from cuelight.messages import observer
 from cuelight.messages.intake import Cancel, Submit
@@ -32,6 +32,7 @@ from cuelight.store import DEFAULT_MODEL, model_path
 if TYPE_CHECKING:
     from cuelight.actors.executor.batch import Batch
 
+B = TypeVar("B")
 T = TypeVar("T")
 
 log = get_logger("cuelight.engine")
@@ -79,6 +80,7 @@ class _Board:
         """The engine will not become ready."""
         if not self.ready.done():
             self.ready.set_exception(error)
+            self.ready.exception()  # whoever waited may be gone, which is no reason to complain
 
 
 class Engine:
@@ -96,16 +98,24 @@ class Engine:
     def __init__(
         self, model: str | os.PathLike[str] = DEFAULT_MODEL, *, progress: bool = False, **options: Unpack[EngineOptions]
     ) -> None:
-        self._model = model
-        self._progress = progress
+        self._name = str(model)
+        self._casting = casting(partial(_find_model, model, progress))
         self._config = EngineConfig.of(options)
         self._ids = count(1)
         self._open: dict[RequestId, Inbox] = {}
         self._system: System | None = None
         self._board: _Board | None = None
-        self._unavailable: errors.EngineUnavailable | None = errors.NotStarted(
-            "start the engine first: `async with Engine(...)`"
-        )
+        self._broken = False
+        self._unavailable: Callable[[], errors.EngineUnavailable] | None = _not_started
+
+    @classmethod
+    def from_ensemble(
+        cls, name: str, gather: Callable[[EngineConfig], Ensemble[B]], **options: Unpack[EngineOptions]
+    ) -> Self:
+        """An engine that plays what `gather` returns in place of a model's folder; it is called on a thread."""
+        engine = cls(name, **options)
+        engine._casting = casting(gather)
+        return engine
 
     async def start(self) -> None:
         """Find the model, load it, and open for requests.
@@ -114,38 +124,35 @@ class Engine:
             ModelUnavailable: the model cannot be found, fetched or loaded.
             EngineClosed: this engine was started before.
         """
-        if not isinstance(self._unavailable, errors.NotStarted) or self._board is not None:
+        if self._unavailable is not _not_started or self._board is not None:
             raise errors.EngineClosed("an engine is started once; make another")
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._board = board = _Board()
         try:
-            ensemble = await _in_thread(self._gather)
             cast = roles(self._config)
-            self._system = System(
-                assemble(ensemble, self._config, cast, board),
-                chance=random.Random(self._config.seed),
-                on_failure=self._crashed,
-            )
+            parts = await _in_thread(partial(self._casting, self._config, cast, board))
+            self._check_still_starting()
+            self._system = System(parts, chance=random.Random(self._config.seed), on_failure=self._crashed)
             await self._system.start()
             self._intake = self._system.find(cast.intake)
             ready = await board.ready
+            self._check_still_starting()
         except BaseException:
             await self.stop()
             raise
         self._unavailable = None
-        log.info("engine_ready", model=str(self._model), token_capacity=ready.token_capacity)
+        log.info("engine_ready", model=self._name, token_capacity=ready.token_capacity)
 
-    def _gather(self) -> Ensemble[Batch]:
-        return gather(model_path(self._model, progress=self._progress), self._config)
+    def _check_still_starting(self) -> None:
+        """Another task may have stopped what this one starts."""
+        if self._unavailable is not None and self._unavailable is not _not_started:
+            raise self._unavailable()
 
     async def stop(self) -> None:
         """End every request with EngineClosed and give everything back. Harmless when done twice."""
-        if not isinstance(self._unavailable, errors.EngineBroken):
-            self._unavailable = errors.EngineClosed("the engine is closed")
-        self._fail_open(self._unavailable)
-        if self._board is not None:
-            self._board.ready.cancel()
+        if not self._broken:
+            self._end_service(_closed)
         if self._system is not None:
             await self._system.stop(drop=True)
 
@@ -160,15 +167,16 @@ class Engine:
 
     def _crashed(self, crash: ActorCrashed) -> None:
         """An actor is gone: whoever waits must hear of it."""
-        self._unavailable = errors.EngineBroken(str(crash))
-        self._unavailable.__cause__ = crash
-        if self._board is not None:
-            self._board.fail(self._unavailable)
-        self._fail_open(self._unavailable)
+        self._broken = True
+        self._end_service(partial(_broken, crash))
 
-    def _fail_open(self, error: errors.EngineError) -> None:
+    def _end_service(self, reason: Callable[[], errors.EngineUnavailable]) -> None:
+        """Tell every client, from now on and those that wait, each with an exception of its own."""
+        self._unavailable = reason
+        if self._board is not None:
+            self._board.fail(reason())
         for inbox in list(self._open.values()):
-            inbox.fail(error)
+            inbox.fail(reason())
 
     def stream(self, prompt: object, **options: Unpack[SamplingOptions]) -> Stream:
         """Submit a request and iterate over its output.
@@ -194,6 +202,8 @@ class Engine:
         Every prompt is checked before the first is served. Only as many are submitted at once as keep the batch full,
         so a long list neither fills the queue nor shuts others out. The first error cancels the rest and is raised.
         """
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+            raise errors.WrongType(f"prompts must be a list of prompts, and it is of type {type(prompts).__name__}")
         parsed = [self._parse(prompt, options) for prompt in prompts]
         results: dict[int, Result] = {}
         todo = iter(enumerate(parsed))
@@ -238,7 +248,7 @@ class Engine:
 
     def _parse(self, prompt: object, options: SamplingOptions) -> tuple[Prompt, Sampling]:
         if self._unavailable is not None:
-            raise self._unavailable
+            raise self._unavailable()
         try:
             return parse_prompt(prompt), parse_sampling(options)
         except UnknownOption as unknown:
@@ -248,7 +258,7 @@ class Engine:
 
     def _submit(self, prompt: Prompt, sampling: Sampling) -> Stream:
         if self._unavailable is not None:
-            raise self._unavailable
+            raise self._unavailable()
         # Intake refuses beyond its queue limit; far beyond, not even a message is spent.
         if len(self._open) >= 2 * self._config.queue_limit:
             raise errors.QueueFull(f"{len(self._open)} requests are open already")
@@ -270,6 +280,27 @@ class Engine:
     def _cancel_later(self, request_id: RequestId) -> None:
         with suppress(RuntimeError):  # the loop is closed, and the request with it
             self._loop.call_soon_threadsafe(self._intake.tell, Cancel(request_id))
+
+
+# Exceptions are made anew for everyone: one that is raised again gathers the tracebacks of all who met it.
+
+
+def _not_started() -> errors.EngineUnavailable:
+    return errors.NotStarted("start the engine first: `async with Engine(...)`")
+
+
+def _closed() -> errors.EngineUnavailable:
+    return errors.EngineClosed("the engine is closed")
+
+
+def _broken(crash: ActorCrashed) -> errors.EngineUnavailable:
+    error = errors.EngineBroken(str(crash))
+    error.__cause__ = crash
+    return error
+
+
+def _find_model(model: str | os.PathLike[str], progress: bool, config: EngineConfig) -> Ensemble[Batch]:
+    return gather(model_path(model, progress=progress), config)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Never, TypeVar
+from typing import TYPE_CHECKING, Generic, Never, TypeAlias, TypeVar
 
 from cuelight.actors.cache.actor import CacheManager
 from cuelight.actors.detokenizer.actor import Detokenizer
 from cuelight.actors.detokenizer.vocabulary import load_decoder
 from cuelight.actors.executor.actor import Executor
 from cuelight.actors.executor.device import Device
-from cuelight.actors.intake.actor import Intake, Limits
+from cuelight.actors.intake.actor import Encoder, Intake, Limits
 from cuelight.actors.intake.tokenizer import PromptEncoder
 from cuelight.actors.scheduler.actor import Limits as StepLimits
 from cuelight.actors.scheduler.actor import Neighbours, Scheduler
 from cuelight.config import EngineConfig, ModelFacts, read_facts
+from cuelight.errors import ModelUnavailable
 from cuelight.kernel import Part, Role
 from cuelight.messages.address import Address
 from cuelight.messages.cache import CacheMessage
@@ -31,15 +32,23 @@ if TYPE_CHECKING:
 
 B = TypeVar("B")
 
+Casting: TypeAlias = Callable[["EngineConfig", "Roles", Address[ObserverMessage]], tuple[Part[Never], ...]]
+"""Finds all that an engine plays with and gives the parts. Blocks, so it is called on a thread."""
+
 
 @dataclass(frozen=True)
 class Ensemble(Generic[B]):
     """All that is loaded before the cast starts; the executor loads the weights itself, on its own thread."""
 
     facts: ModelFacts
-    encoder: PromptEncoder
+    encoder: Encoder
     decode: Callable[[Sequence[int]], str]
     load_device: Callable[[], Device[B]]
+
+
+def casting(gather: Callable[[EngineConfig], Ensemble[B]]) -> Casting:
+    """The five parts over what `gather` finds: a model's folder, or a stand-in for one."""
+    return lambda config, cast, observer: assemble(gather(config), config, cast, observer)
 
 
 def gather(folder: Path, config: EngineConfig) -> Ensemble[Batch]:
@@ -63,7 +72,11 @@ def gather(folder: Path, config: EngineConfig) -> Ensemble[Batch]:
         )
         return ModelRunner(loaded)
 
-    return Ensemble(facts, PromptEncoder.load(folder), load_decoder(folder), load_device)
+    try:
+        encoder, decode = PromptEncoder.load(folder), load_decoder(folder)
+    except Exception as error:  # transformers raises whatever the files make it stumble over
+        raise ModelUnavailable(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+    return Ensemble(facts, encoder, decode, load_device)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class ModelRunner:
         token_ids = torch.from_numpy(batch.token_ids).to(loaded.device)
         if batch.fed:
             token_ids[batch.fed] = self._last_tokens[batch.fed_slots]
-        keep = torch.tensor([draw.index for draw in batch.draws], device=loaded.device)
+        keep = torch.tensor([draw.index for draw in batch.draws], dtype=torch.int64, device=loaded.device)
         attention = PagedAttention(loaded.pool, batch, loaded.query_groups, loaded.dtype, loaded.device)
         with attending(attention):
             positions = torch.from_numpy(batch.positions).to(loaded.device)

@@ -202,6 +202,7 @@ class Intake(Actor[IntakeInbox]):
             del self._ledger[request_id]
             usage = Usage(prompt_tokens=len(live.token_ids))
             self._detokenizer.tell(RequestEnded(request_id, FinishReason.CANCELLED, usage, 0.0, 0))
+            _log.info("request_finished", request_id=request_id, reason="cancelled", prompt_tokens=usage.prompt_tokens)
             return
         live.stage = _Stage.ADMITTED
         # Streams never wait for tokens that the detokenizer does not expect: it has opened this one.

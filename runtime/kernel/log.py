@@ -46,7 +46,8 @@ class _HostLogger:
 
     def _log(self, level: int, event: str, facts: dict[str, object]) -> None:
         if structlog.is_configured():
-            self._structured.log(level, event, **facts)
+            # By the level's name, which every kind of structlog wrapper has as a method.
+            getattr(self._structured, logging.getLevelName(level).lower())(event, **facts)
         elif self._standard.isEnabledFor(level):
             self._quiet.log(level, event, **facts)
 

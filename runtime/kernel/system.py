@@ -77,13 +77,18 @@ class System:
             self._refs[role.name] = Ref(mailbox)
         try:
             actors = [self._build(part, clock) for part in self._cast]
-        except ActorCrashed:
+        except BaseException:
+            self._drop = True
             await self._dismiss_workers()
             raise
         self._closing = asyncio.Event()
         started = asyncio.Event()
         self._host = asyncio.create_task(self._run(actors, started), name="cuelight system")
-        await started.wait()
+        try:
+            await started.wait()
+        except asyncio.CancelledError:
+            await self.stop(drop=True)  # nobody else will: to its opener it never started
+            raise
 
     async def stop(self, *, drop: bool = False) -> None:
         """Stop every actor, sources first, after it has handled what waits for it (with `drop`, without)."""
@@ -91,7 +96,8 @@ class System:
             return
         self._drop = drop
         self._closing.set()
-        await asyncio.wait([self._host])
+        with anyio.CancelScope(shield=True):  # a cancelled scope around the system would not let it end
+            await asyncio.wait([self._host])
         if not self._host.cancelled() and (error := self._host.exception()) is not None:
             raise error
 

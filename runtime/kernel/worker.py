@@ -36,6 +36,9 @@ class Worker(Generic[M_contra]):
                 return partial(self._post, done(work()))
             except Exception as error:
                 return partial(self._post, failed(error))
+            except BaseException as error:
+                # Such as SystemExit: what would end a thread in silence must not leave the actor waiting.
+                return partial(self._post, failed(RuntimeError(f"the work gave up its thread: {error!r}")))
 
         self._jobs.put(job)
 

@@ -1,0 +1,79 @@
+"""An engine without a model, for tests of programs that embed one: the real actors around an executor without weights.
+
+Tokens are UTF-8 bytes, so everything about a request can be told by counting; what is "generated" are letters that
+depend on all the text before them and on nothing else. Loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Unpack
+
+from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token
+from cuelight.actors.intake.prompts import check_text
+from cuelight.actors.intake.refusal import Refused
+from cuelight.config import EngineConfig, EngineOptions, ModelFacts
+from cuelight.engine import Engine
+from cuelight.ensemble import Ensemble
+from cuelight.messages.request import Prompt, Refusal, Turn
+
+END_TOKEN: Final = 256
+"""The stub's end token, the only one that is no byte. The default `next_token` never gives it."""
+
+CONTEXT_LENGTH: Final = 4096
+BLOCK_COUNT_DEFAULT: Final = 1024
+ROLES: Final = ("system", "user", "assistant")
+
+_LETTERS: Final = b"etaoin shrdlu cmfwyp "
+
+
+def stub_engine(
+    *, next_token: Callable[[Sequence[int]], int] | None = None, **options: Unpack[EngineOptions]
+) -> Engine:
+    """An engine to start and use like any other, which answers at once and always the same.
+
+    `next_token` gives the token that follows all those before it, prompt included: a byte or `END_TOKEN`. It is called
+    on a thread; if it raises, the step fails. Options are those of `Engine`; the pool has 1024 blocks by default.
+
+    Raises ConfigError as `Engine` does.
+    """
+    return Engine.from_ensemble("stub", lambda config: _gather(config, next_token or next_letter), **options)
+
+
+def next_letter(token_ids: Sequence[int]) -> int:
+    """A letter or a space: a pure function of all tokens before it."""
+    return _LETTERS[hashed_token(token_ids, len(_LETTERS))]
+
+
+def encode(prompt: Prompt) -> tuple[int, ...]:
+    """Bytes of the text; a conversation is a line `role: content` for each message, then `assistant: `."""
+    check_text(prompt)
+    if isinstance(prompt, str):
+        return tuple(prompt.encode())
+    turns = [item for item in prompt if isinstance(item, Turn)]
+    if not turns:
+        return tuple([item for item in prompt if isinstance(item, int)])
+    for turn in turns:
+        if turn.role not in ROLES:
+            raise Refused(Refusal.BAD_MESSAGE, f"the stub's chat template knows no role {turn.role!r}")
+    return tuple("".join([f"{turn.role}: {turn.content}\n" for turn in turns]).encode() + b"assistant: ")
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    """The text of these bytes, with U+FFFD for what is no UTF-8; `END_TOKEN` has no text."""
+    return bytes([token_id for token_id in token_ids if token_id < END_TOKEN]).decode("utf-8", "replace")
+
+
+class _Encoder:
+    def encode(self, prompt: Prompt, token_limit: int) -> tuple[int, ...]:
+        return encode(prompt)
+
+
+def _gather(config: EngineConfig, next_token: Callable[[Sequence[int]], int]) -> Ensemble[StubBatch]:
+    block_count = config.block_count or BLOCK_COUNT_DEFAULT
+    return Ensemble(
+        facts=ModelFacts(vocab_size=END_TOKEN + 1, context_length=CONTEXT_LENGTH, eos_token_ids=(END_TOKEN,)),
+        encoder=_Encoder(),
+        decode=decode,
+        load_device=lambda: StubDevice(block_count, config.block_size, next_token),
+    )

@@ -1,0 +1,785 @@
+"""The kernel alone: mailboxes, addresses, systems and workers, on asyncio and on uvloop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import logging
+import random
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+import anyio
+import pytest
+import structlog
+import uvloop
+from support import Recorder, VirtualClock
+
+from cuelight.kernel import (
+    Actor,
+    ActorCrashed,
+    AskTimeout,
+    Context,
+    KernelError,
+    Mailbox,
+    MailboxFull,
+    NotAccepted,
+    Part,
+    Role,
+    System,
+    Worker,
+    ask,
+    get_logger,
+)
+from cuelight.kernel.system import TURN_MESSAGES
+from cuelight.messages.address import Address
+
+NET_SECONDS = 30
+"""A safety net: no test waits for it."""
+
+
+def on_each_loop(test: Callable[..., Coroutine[object, object, None]]) -> Callable[..., None]:
+    """Run a test on asyncio's loop and on uvloop, and check that it leaves no thread behind."""
+
+    def runs(loop_factory: Callable[[], asyncio.AbstractEventLoop], **arguments: object) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(NET_SECONDS):
+                await test(**arguments)
+
+        threads = set(threading.enumerate())
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(bounded())
+        assert set(threading.enumerate()) <= threads
+
+    parameter = inspect.Parameter("loop_factory", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    runs.__signature__ = inspect.Signature([parameter, *inspect.signature(test).parameters.values()])
+    runs.__name__, runs.__doc__ = test.__name__, test.__doc__
+    runs.pytestmark = list(getattr(test, "pytestmark", []))
+    factories = [asyncio.new_event_loop, uvloop.new_event_loop]
+    return pytest.mark.parametrize("loop_factory", factories, ids=["asyncio", "uvloop"])(runs)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop turn until the condition holds; the net of `on_each_loop` is below."""
+    while not condition():  # noqa: ASYNC110  # what it waits for is any state, not an event
+        await asyncio.sleep(0)
+
+
+@dataclass(frozen=True)
+class Note:
+    number: int
+
+
+@dataclass(frozen=True)
+class Urgent:
+    number: int
+
+
+@dataclass(frozen=True)
+class Question:
+    reply_to: Address[int]
+
+
+@dataclass(frozen=True)
+class SpecialNote(Note):
+    """Not in any protocol, though its base is."""
+
+
+NoteRole = Role[Note | Urgent | Question]
+
+
+def role(name: str = "actor", capacity: int = 10_000) -> NoteRole:
+    return Role(name, Note | Urgent | Question, capacity, urgent=(Urgent,))
+
+
+class Diary(Actor[Note | Urgent | Question]):
+    """Writes down all that happens to it, and does what the test wants done with a message."""
+
+    def __init__(
+        self, name: str, diary: list[str], react: Callable[[object], None] | None = None, hooks: tuple[str, ...] = ()
+    ) -> None:
+        self.name, self.diary, self.react, self.hooks = name, diary, react, hooks
+
+    def started(self) -> None:
+        self.diary.append(f"{self.name} started")
+        if "started" in self.hooks:
+            raise RuntimeError("no start")
+
+    def handle(self, message: object) -> None:
+        if self.react is not None:
+            self.react(message)
+        elif isinstance(message, Question):
+            message.reply_to.tell(42)
+        else:
+            self.diary.append(f"{self.name} {message.number}")
+
+    def stopped(self) -> None:
+        self.diary.append(f"{self.name} stopped")
+        if "stopped" in self.hooks:
+            raise RuntimeError("no stop")
+
+
+def part(
+    playing: NoteRole,
+    diary: list[str],
+    react: Callable[[Context[object], object], None] | None = None,
+    hooks: tuple[str, ...] = (),
+) -> Part[Note | Urgent | Question]:
+    def build(context: Context[object]) -> Diary:
+        return Diary(playing.name, diary, None if react is None else lambda message: react(context, message), hooks)
+
+    return Part(playing, build)
+
+
+def mailbox(capacity: int = 4) -> tuple[Mailbox[Note | Urgent], VirtualClock]:
+    clock = VirtualClock()
+    return Mailbox("box", capacity, frozenset({Note, Urgent}), frozenset({Urgent}), clock), clock
+
+
+# Mailboxes and addresses.
+
+
+def test_a_mailbox_holds_its_capacity_and_no_more() -> None:
+    box, _ = mailbox(capacity=3)
+    box.put(Note(0))
+    box.put(Urgent(1))
+    box.put_private("anything")
+    for put in (lambda: box.put(Note(3)), lambda: box.put(Urgent(3)), lambda: box.put_private("more")):
+        with pytest.raises(MailboxFull, match="box already has 3"):
+            put()
+    assert box.take() == Urgent(1)
+    box.put(Note(3))
+    assert [box.take() for _ in range(3)] == [Note(0), "anything", Note(3)]
+    assert len(box) == 0
+
+
+def test_urgent_messages_overtake_and_each_lane_keeps_its_order() -> None:
+    chance = random.Random(17)
+    box, _ = mailbox(capacity=50)
+    urgent: deque[Urgent] = deque()
+    ordinary: deque[Note] = deque()
+    for number in range(2000):
+        if len(box) < 50 and (len(box) == 0 or chance.random() < 0.5):
+            message, lane = (Urgent(number), urgent) if chance.random() < 0.3 else (Note(number), ordinary)
+            box.put(message)
+            lane.append(message)
+        else:
+            assert box.take() is (urgent or ordinary).popleft()
+
+
+def test_a_mailbox_counts_on_the_clock_it_is_given() -> None:
+    box, clock = mailbox()
+    assert (box.statistics().oldest_age_seconds, box.statistics().peak, box.statistics().capacity) == (0.0, 0, 4)
+    clock.seconds = 10.0
+    box.put(Note(0))
+    clock.seconds = 11.0
+    box.put(Urgent(1))
+    clock.seconds = 12.5
+    assert box.statistics().oldest_age_seconds == 2.5
+    box.take()
+    assert box.statistics().oldest_age_seconds == 2.5  # the ordinary one still waits
+    box.take()
+    box.put(Urgent(2))
+    clock.seconds = 13.0
+    figures = box.statistics()
+    assert (figures.length, figures.peak, figures.delivered, figures.dropped) == (1, 2, 2, 0)
+    assert figures.oldest_age_seconds == 0.5
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_closed_mailbox_counts_what_it_drops(drop: bool) -> None:
+    box, _ = mailbox(capacity=2)
+    box.put(Note(0))
+    box.put(Urgent(1))
+    box.close(drop=drop)
+    assert box.closed
+    assert len(box) == (0 if drop else 2)
+    for _ in range(5):  # dropped without complaint, far beyond the capacity
+        box.put(Note(2))
+    box.put_private("late")
+    assert box.statistics().dropped == (8 if drop else 6)
+    with pytest.raises(NotAccepted):
+        box.put("still the sender's mistake")  # type: ignore[arg-type]
+
+
+def test_a_mailbox_is_made_with_sense() -> None:
+    with pytest.raises(AssertionError):
+        Mailbox("none", 0, frozenset({Note}), frozenset(), VirtualClock())
+    with pytest.raises(AssertionError):
+        Mailbox("odd", 1, frozenset({Note}), frozenset({Urgent}), VirtualClock())
+
+
+@on_each_loop
+async def test_one_reader_waits_at_a_time_and_may_give_up() -> None:
+    box, _ = mailbox()
+    first = asyncio.create_task(box.wait())
+    await asyncio.sleep(0)
+    with pytest.raises(AssertionError, match="one reader"):
+        await box.wait()
+    first.cancel()
+    await asyncio.wait([first])
+    second = asyncio.create_task(box.wait())
+    await asyncio.sleep(0)
+    box.put(Note(0))
+    box.put(Note(1))
+    await second
+    await box.wait()  # at once: there is something to take
+    box.close(drop=True)
+    await box.wait()  # at once: nothing will ever come
+
+
+@on_each_loop
+async def test_the_sender_hears_of_a_message_that_is_not_accepted() -> None:
+    diary: list[str] = []
+    playing = role()
+    async with System([part(playing, diary)]) as system:
+        ref = system.find(playing)
+        for wrong in ("text", None, SpecialNote(1), Note):
+            with pytest.raises(NotAccepted, match="actor does not accept") as caught:
+                ref.tell(wrong)  # type: ignore[arg-type]
+            assert isinstance(caught.value, TypeError)
+            assert isinstance(caught.value, KernelError)
+        ref.tell(Note(1))
+        assert repr(ref) == "<Ref actor>"
+    assert diary == ["actor started", "actor 1", "actor stopped"]
+
+
+@on_each_loop
+async def test_the_sender_hears_of_a_full_mailbox() -> None:
+    diary: list[str] = []
+    playing = role(capacity=2)
+    async with System([part(playing, diary)]) as system:
+        ref = system.find(playing)
+        ref.tell(Note(0))
+        ref.tell(Note(1))
+        with pytest.raises(MailboxFull):
+            ref.tell(Note(2))
+        assert system.statistics()["actor"].length == 2
+    assert diary == ["actor started", "actor 0", "actor 1", "actor stopped"]
+
+
+@on_each_loop
+async def test_ask_gets_the_one_answer_or_gives_up() -> None:
+    kept: list[Question] = []
+    playing, silent = role("answers"), role("keeps")
+    cast = [part(playing, []), part(silent, [], lambda _, message: kept.append(message))]
+    async with System(cast) as system:
+        assert await ask(system.find(playing), Question, NET_SECONDS) == 42
+        with pytest.raises(AskTimeout, match="keeps") as caught:
+            await ask(system.find(silent), Question, 0)
+        assert isinstance(caught.value, TimeoutError)
+        asking = asyncio.create_task(ask(system.find(silent), Question, NET_SECONDS))
+        await until(lambda: len(kept) == 2)
+        kept[0].reply_to.tell(1)  # the one that timed out: too late, and harmless
+        kept[1].reply_to.tell(2)
+        kept[1].reply_to.tell(3)  # only the first counts
+        assert await asking == 2
+        gone = asyncio.create_task(ask(system.find(silent), Question, NET_SECONDS))
+        await until(lambda: len(kept) == 3)
+        gone.cancel()
+        await asyncio.wait([gone])
+        kept[2].reply_to.tell(4)
+        assert gone.cancelled()
+    with pytest.raises(AskTimeout):
+        await ask(system.find(playing), Question, 0)
+
+
+# Fairness.
+
+
+@on_each_loop
+async def test_an_actor_that_feeds_itself_starves_nobody() -> None:
+    busy, other = role("busy"), role("other")
+    handled = {"busy": 0, "other": 0}
+
+    def feed(context: Context[object], message: object) -> None:
+        handled["busy"] += 1
+        context.ref.tell(message)
+
+    def count(_: Context[object], message: object) -> None:
+        handled["other"] += 1
+
+    system = System([part(other, [], count), part(busy, [], feed)])
+    await system.start()
+    for number in range(3 * TURN_MESSAGES):
+        system.find(busy).tell(Note(number))
+    for turn in range(1, 50):  # the host's own task
+        before = dict(handled)
+        system.find(other).tell(Note(turn))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert 0 < handled["busy"] - before["busy"] <= 2 * TURN_MESSAGES
+        assert handled["other"] == turn
+    await system.stop(drop=True)
+
+
+# Systems.
+
+
+@on_each_loop
+async def test_the_cast_starts_at_the_sink_and_stops_at_the_source_with_nothing_lost() -> None:
+    diary: list[str] = []
+    sink, middle, source = role("sink"), role("middle"), role("source")
+
+    def forward(to: NoteRole) -> Callable[[Context[object], object], None]:
+        return lambda context, message: context.find(to).tell(message)
+
+    system = System([part(sink, diary), part(middle, diary, forward(sink)), part(source, diary, forward(middle))])
+    async with system:
+        assert diary == ["sink started", "middle started", "source started"]
+        for number in range(200):
+            system.find(source).tell(Note(number))
+    notes = [f"sink {number}" for number in range(200)]
+    assert [line for line in diary if line in notes] == notes
+    assert [line for line in diary if line.endswith("stopped")] == ["source stopped", "middle stopped", "sink stopped"]
+    system.find(source).tell(Note(0))
+    assert system.statistics()["source"].dropped == 1
+
+
+@on_each_loop
+async def test_drop_forgets_what_waits() -> None:
+    diary: list[str] = []
+    playing = role()
+    system = System([part(playing, diary)])
+    await system.start()
+    for number in range(1000):
+        system.find(playing).tell(Note(number))
+    await system.stop(drop=True)
+    handled = len(diary) - 2
+    assert handled < 1000
+    assert handled + system.statistics()["actor"].dropped == 1000
+    assert diary[-1] == "actor stopped"
+
+
+@on_each_loop
+async def test_an_error_in_the_body_drops_and_stops() -> None:
+    diary: list[str] = []
+    playing = role()
+    with pytest.raises(ZeroDivisionError):
+        async with System([part(playing, diary)]) as system:
+            for number in range(1000):
+                system.find(playing).tell(Note(number))
+            raise ZeroDivisionError
+    assert len(diary) < 1000
+    assert diary[-1] == "actor stopped"
+
+
+@on_each_loop
+async def test_stop_is_harmless_before_the_start_and_twice() -> None:
+    system = System([part(role(), [])])
+    await system.stop()
+    await system.start()
+    await asyncio.gather(system.stop(), system.stop(drop=True))
+    await system.stop()
+    with pytest.raises(AssertionError):
+        await system.start()
+
+
+@on_each_loop
+async def test_a_system_is_started_in_one_task_and_stopped_in_another() -> None:
+    diary: list[str] = []
+    system = System([part(role(), diary)])
+    await asyncio.create_task(system.start())
+    system.find(role()).tell(Note(1))
+    await asyncio.create_task(system.stop())
+    assert diary == ["actor started", "actor 1", "actor stopped"]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@on_each_loop
+async def test_several_systems_know_nothing_of_each_other() -> None:
+    diaries: list[list[str]] = [[], [], []]
+    playing = role()
+    systems = [System([part(playing, diary)]) for diary in diaries]
+    for system in systems:
+        await system.start()
+    for number, system in enumerate(systems):
+        system.find(playing).tell(Note(number))
+    await systems[1].stop()
+    systems[0].find(playing).tell(Note(7))
+    await systems[0].stop()
+    await systems[2].stop()
+    assert diaries == [
+        ["actor started", "actor 0", "actor 7", "actor stopped"],
+        ["actor started", "actor 1", "actor stopped"],
+        ["actor started", "actor 2", "actor stopped"],
+    ]
+
+
+@on_each_loop
+async def test_a_cast_has_each_role_once_and_no_others() -> None:
+    async with System([part(role("one"), [])]) as system:
+        with pytest.raises(KeyError):
+            system.find(role("two"))
+    with pytest.raises(AssertionError, match="two parts play 'one'"):
+        await System([part(role("one"), []), part(role("one"), [])]).start()
+
+
+@on_each_loop
+async def test_the_tap_sees_every_delivery_before_the_actor_does() -> None:
+    events: list[object] = []
+    sink, source = role("sink"), role("source")
+
+    def forward(context: Context[object], message: object) -> None:
+        events.append(("source handles", message))
+        context.find(sink).tell(message)
+
+    cast = [
+        part(sink, [], lambda _, message: events.append(("sink handles", message))),
+        part(source, [], forward),
+    ]
+    async with System(cast, tap=lambda name, message: events.append((f"to {name}", message))) as system:
+        for number in range(100):
+            system.find(source).tell(Note(number))
+    for name in ("sink", "source"):
+        mine = [event for event in events if name in event[0]]
+        expected = [(what, Note(number)) for number in range(100) for what in (f"to {name}", f"{name} handles")]
+        assert mine == expected
+
+
+@on_each_loop
+async def test_time_and_chance_are_injected() -> None:
+    async def draws(seed: int) -> list[float]:
+        seen: list[float] = []
+
+        def draw(context: Context[object], message: object) -> None:
+            seen.append(context.clock.now())
+            seen.append(context.chance.random())
+
+        clock = VirtualClock()
+        clock.seconds = 5.0
+        one, two = role("one"), role("two")
+        async with System([part(one, [], draw), part(two, [], draw)], clock=clock, chance=random.Random(seed)) as cast:
+            cast.find(one).tell(Note(0))
+            cast.find(two).tell(Note(0))
+        return seen
+
+    first, again, other = await draws(1), await draws(1), await draws(2)
+    assert first == again
+    assert first[0] == first[2] == 5.0
+    assert len({first[1], first[3], other[1], other[3]}) == 4
+
+
+# Failure.
+
+
+class _Stopping(BaseException):
+    """What is no Exception, as KeyboardInterrupt is not."""
+
+
+@pytest.mark.parametrize("error", [ValueError("bad actor"), _Stopping("bad actor")])
+@on_each_loop
+async def test_a_constructor_that_raises_leaves_nothing(error: BaseException) -> None:
+    ran: list[str] = []
+
+    def hires(context: Context[object]) -> Diary:
+        worker = context.worker("w")
+        worker.submit(lambda: ran.append("work"), done=lambda _: Note(0), failed=lambda _: Note(0))
+        return Diary("first", [])
+
+    def raises(context: Context[object]) -> Diary:
+        context.worker("idle")
+        raise error
+
+    threads = set(threading.enumerate())
+    with pytest.raises(ActorCrashed if isinstance(error, Exception) else _Stopping) as caught:
+        await System([Part(role("first"), hires), Part(role("second"), raises)]).start()
+    if isinstance(caught.value, ActorCrashed):
+        assert (caught.value.actor, caught.value.message_type) == ("second", "construction")
+        assert caught.value.__cause__ is error
+    assert set(threading.enumerate()) == threads
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@on_each_loop
+async def test_a_handler_that_raises_stops_every_actor_and_is_told_once() -> None:
+    diary: list[str] = []
+    failures: list[ActorCrashed] = []
+    good, one, two = role("good"), role("one"), role("two")
+
+    def fail(_: Context[object], message: object) -> None:
+        raise ValueError(message)
+
+    system = System([part(good, diary), part(one, diary, fail), part(two, diary, fail)], on_failure=failures.append)
+    await system.start()
+    for number in range(3):
+        system.find(one).tell(Note(number))
+        system.find(two).tell(Note(number))
+    await until(lambda: "good stopped" in diary)
+    assert [(crash.actor, crash.message_type) for crash in failures] == [("one", "Note")]
+    assert isinstance(failures[0].__cause__, ValueError)
+    assert failures[0].__cause__.args == (Note(0),)
+    system.find(one).tell(Note(9))  # dropped
+    await system.stop()
+    assert diary == ["good started", "one started", "two started", "good stopped"]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize("hook", ["started", "stopped"])
+@on_each_loop
+async def test_a_hook_that_raises_is_a_crash(hook: str) -> None:
+    diary: list[str] = []
+    failures: list[ActorCrashed] = []
+    cast = [part(role("good"), diary), part(role("bad"), diary, hooks=(hook,))]
+    async with System(cast, on_failure=failures.append):
+        pass
+    assert [crash.actor for crash in failures] == ["bad"]
+    assert "good stopped" in diary
+
+
+@on_each_loop
+async def test_an_error_nobody_listens_to_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: Context[object], message: object) -> None:
+        raise ValueError("broken actor")
+
+    diary: list[str] = []
+    system = System([part(role(), diary, fail)])
+    await system.start()
+    system.find(role()).tell(Note(0))
+    await until(lambda: system.statistics()["actor"].delivered == 1)
+    await system.stop()
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("cuelight.kernel", logging.ERROR)
+    assert "actor_crashed" in record.getMessage()
+    assert "broken actor" in record.getMessage()
+
+
+# Whoever opens a system may be cancelled at any moment.
+
+
+def _cast_with_workers(diary: list[str]) -> list[Part[Note | Urgent | Question]]:
+    def hire(name: str) -> Callable[[Context[object]], Diary]:
+        def build(context: Context[object]) -> Diary:
+            context.worker("w")
+            return Diary(name, diary)
+
+        return build
+
+    return [Part(role(name), hire(name)) for name in ("sink", "source")]
+
+
+@pytest.mark.parametrize("cancels", [1, 2])
+@on_each_loop
+async def test_the_opener_may_be_cancelled_at_any_moment(cancels: int) -> None:
+    threads = set(threading.enumerate())
+    unhandled: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    outcomes = set()
+    for turns in range(40):
+        diary: list[str] = []
+
+        async def use(diary: list[str]) -> None:
+            async with System(_cast_with_workers(diary)) as system:
+                for number in range(5):
+                    system.find(role("source")).tell(Note(number))
+                    await asyncio.sleep(0)
+
+        opener = asyncio.create_task(use(diary))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for _ in range(cancels):
+            opener.cancel()
+            await asyncio.sleep(0)
+        await asyncio.wait([opener])
+        await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+        assert set(threading.enumerate()) == threads
+        assert diary.count("sink started") == diary.count("sink stopped")
+        outcomes.add((opener.cancelled(), "source started" in diary))
+    assert outcomes >= {(True, False), (True, True), (False, True)}
+    assert not unhandled
+
+
+@on_each_loop
+async def test_a_system_stops_before_a_cancelled_scope_around_it_is_left() -> None:
+    diary: list[str] = []
+    threads = set(threading.enumerate())
+    with anyio.CancelScope() as scope:
+        async with System(_cast_with_workers(diary)):
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert scope.cancelled_caught
+    assert diary[-2:] == ["source stopped", "sink stopped"]
+    assert set(threading.enumerate()) == threads
+
+
+@on_each_loop
+async def test_a_system_that_nobody_stops_ends_with_its_loop() -> None:
+    await System(_cast_with_workers([])).start()  # the check is in `on_each_loop`
+
+
+# Workers.
+
+
+def _worker(loop: asyncio.AbstractEventLoop) -> tuple[Worker[object], Recorder[object]]:
+    heard: Recorder[object] = Recorder()
+    return Worker("test worker", heard.tell, loop), heard
+
+
+@on_each_loop
+async def test_a_worker_keeps_the_order_and_posts_from_the_loop() -> None:
+    threads: list[tuple[int, int]] = []
+    heard: list[object] = []
+    loop_thread = threading.get_ident()
+
+    def post(message: object) -> None:
+        heard.append(message)
+        threads[-1] = (threads[-1][0], threading.get_ident())
+
+    worker: Worker[object] = Worker("test worker", post, asyncio.get_running_loop())
+
+    def work(number: int) -> int:
+        threads.append((threading.get_ident(), 0))
+        if number % 3 == 0:
+            raise ValueError(number)
+        return number
+
+    for number in range(50):
+        worker.submit(lambda number=number: work(number), done=lambda n: n, failed=lambda error: error.args)
+    worker.close()
+    await worker.ended()
+    assert heard == [(number,) if number % 3 == 0 else number for number in range(50)]
+    assert len({thread for thread, _ in threads}) == 1
+    assert threads[0][0] != loop_thread
+    assert threads[-1][1] == loop_thread
+
+
+@on_each_loop
+async def test_every_failure_of_work_is_a_message() -> None:
+    worker, heard = _worker(asyncio.get_running_loop())
+
+    def give_up() -> None:
+        raise SystemExit(3)
+
+    def fail_to_say(_: object) -> object:
+        raise LookupError("no word for it")
+
+    worker.submit(give_up, done=lambda _: "done", failed=repr)
+    worker.submit(lambda: 1, done=fail_to_say, failed=repr)
+    worker.submit(lambda: 2, done=lambda n: n, failed=repr)
+    worker.close()
+    await worker.ended()
+    assert "SystemExit(3)" in heard.messages[0]
+    assert heard.messages[1:] == ["LookupError('no word for it')", 2]
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@on_each_loop
+async def test_a_closed_worker_ends_after_its_queue_or_after_its_work(drop: bool) -> None:
+    worker, heard = _worker(asyncio.get_running_loop())
+    begun, may_end, ran = threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        begun.set()
+        may_end.wait(NET_SECONDS)
+        ran.append("first")
+
+    worker.submit(first, done=lambda _: "first", failed=repr)
+    worker.submit(lambda: ran.append("second"), done=lambda _: "second", failed=repr)
+    await until(begun.is_set)
+    worker.close(drop=drop)
+    may_end.set()
+    await worker.ended()
+    await worker.ended()  # harmless
+    assert ran == ["first"] if drop else ["first", "second"]
+    assert heard.messages == ran
+    assert not [thread for thread in threading.enumerate() if thread.name == "test worker"]
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_worker_whose_loop_is_closed_under_it_ends_in_silence(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    loop = loop_factory()
+    begun, may_end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        may_end.wait(NET_SECONDS)
+
+    async def hire() -> Recorder[object]:
+        worker, heard = _worker(loop)
+        worker.submit(work, done=lambda _: "done", failed=repr)
+        return heard
+
+    heard = loop.run_until_complete(hire())
+    begun.wait(NET_SECONDS)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "test worker"]
+    loop.close()
+    may_end.set()
+    thread.join(NET_SECONDS)
+    assert not thread.is_alive()
+    assert heard.messages == []
+
+
+@on_each_loop
+async def test_a_systems_workers_post_to_their_actor_and_end_with_it() -> None:
+    @dataclass(frozen=True)
+    class _Worked:  # private: not in the protocol
+        value: int
+
+    class Doubler(Actor[object]):
+        def __init__(self, context: Context[object]) -> None:
+            self.worker = context.worker("double")
+            self.heard: list[object] = []
+
+        def handle(self, message: object) -> None:
+            if isinstance(message, Note):
+                self.worker.submit(lambda: 2 * message.number, done=_Worked, failed=repr)
+            else:
+                self.heard.append(message)
+
+    actors: list[Doubler] = []
+
+    def build(context: Context[object]) -> Doubler:
+        actors.append(Doubler(context))
+        return actors[0]
+
+    async with System([Part(role(), build)]) as system:
+        assert "cuelight actor double" in {thread.name for thread in threading.enumerate()}
+        for number in range(10):
+            system.find(role()).tell(Note(number))
+        await until(lambda: len(actors[0].heard) == 10)
+        with pytest.raises(NotAccepted):
+            system.find(role()).tell(_Worked(1))  # type: ignore[arg-type]
+    assert actors[0].heard == [_Worked(2 * number) for number in range(10)]
+
+
+@on_each_loop
+async def test_an_idle_actor_keeps_nothing_alive() -> None:
+    async with System([part(role(), [])]) as system:
+        notes = [Note(number) for number in range(100)]
+        alive = [weakref.ref(note) for note in notes]
+        while notes:
+            system.find(role()).tell(notes.pop())
+        await until(lambda: system.statistics()["actor"].delivered == 100)
+        await asyncio.sleep(0)
+        gc.collect()
+        assert not [note for note in alive if note() is not None]
+
+
+# Logging.
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [structlog.BoundLogger, structlog.stdlib.BoundLogger, structlog.make_filtering_bound_logger(logging.INFO)],
+)
+def test_events_go_wherever_the_host_has_structlog_send_them(wrapper: type[object]) -> None:
+    seen: list[dict[str, object]] = []
+
+    def keep(_: object, method: str, event: dict[str, object]) -> dict[str, object]:
+        seen.append({"method": method, **event})
+        raise structlog.DropEvent
+
+    log = get_logger("cuelight.test")
+    structlog.configure(wrapper_class=wrapper, processors=[keep])
+    try:
+        for method in ("info", "warning", "error"):
+            getattr(log, method)("happened", number=1)
+    finally:
+        structlog.reset_defaults()
+    assert seen == [{"method": method, "event": "happened", "number": 1} for method in ("info", "warning", "error")]

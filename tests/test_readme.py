@@ -1,0 +1,138 @@
+"""The README says what is: its Python blocks run as they stand, its tables and charts are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import logging
+import re
+from argparse import ArgumentParser
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import CodeType
+
+import msgspec
+import pytest
+import structlog
+
+import cuelight.messages
+from cuelight import Engine, cli, errors
+from cuelight.config import EngineConfig
+from cuelight.messages.request import Sampling
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks() -> Iterator[CodeType]:
+    """Each Python block, compiled so that a traceback names the README's own lines."""
+    for match in re.finditer(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL):
+        padding = "\n" * README.count("\n", 0, match.start(1))
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        yield compile(padding + match[1], "README.md", "exec", flags=flags, dont_inherit=True)
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    logger = logging.getLogger("cuelight")
+    level, handlers = logger.level, list(logging.root.handlers)
+    yield
+    logger.setLevel(level)
+    logging.root.handlers[:] = handlers
+    structlog.reset_defaults()
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("logging_as_before")
+def test_python_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
+    programs = list(blocks())
+    alone = [code for code in programs if not code.co_flags & inspect.CO_COROUTINE]
+    inside = [code for code in programs if code.co_flags & inspect.CO_COROUTINE]
+    assert len(alone) >= 2 and len(inside) >= 7
+    for code in alone:
+        exec(code, {"__name__": "readme"})
+
+    async def run_inside() -> None:
+        async with Engine() as engine:
+            for code in inside:
+                await eval(code, {"__name__": "readme", "engine": engine, "asyncio": asyncio})
+
+    asyncio.run(run_inside())
+    assert "BadSampling: temperature is -1.0; it must be" in capsys.readouterr().out
+
+
+def option_table(heading: str) -> dict[str, str]:
+    """The defaults that the table under a heading gives, by option."""
+    section = README.split(f"### {heading}\n", 1)[1].split("\n#", 1)[0]
+    return dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \| .+ \|$", section, re.MULTILINE))
+
+
+def shown(defaults: Mapping[str, object]) -> dict[str, str]:
+    """Values as the README writes them."""
+    return {name: repr(value).replace("'", '"') for name, value in defaults.items()}
+
+
+def test_option_tables_hold_the_defaults_in_order() -> None:
+    request = shown(msgspec.structs.asdict(Sampling()))
+    engine = shown({field.name: field.default for field in fields(EngineConfig)})
+    assert list(option_table("Options of a request").items()) == list(request.items())
+    assert list(option_table("Options of an engine").items()) == list(engine.items())
+
+
+def test_every_error_is_named() -> None:
+    names = [
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.EngineError)
+    ]
+    assert len(names) > 15
+    section = README.split("### Errors\n", 1)[1].split("\n##", 1)[0]
+    assert [name for name in names if not re.search(rf"\b{name}\b", section)] == []
+
+
+def test_the_chart_is_that_of_the_messages() -> None:
+    assert cuelight.messages.__doc__ is not None
+    chart = cuelight.messages.__doc__.split("```")[1].strip("\n")
+    assert chart in README
+
+
+def test_every_option_of_the_command_is_named() -> None:
+    parser: ArgumentParser = cli._parser()
+    (commands,) = [action for action in parser._actions if action.dest == "COMMAND" or action.choices]
+    assert commands.choices is not None
+    for name in commands.choices:
+        assert f"`cuelight {name}`" in README
+    for name, command in dict(commands.choices).items():
+        for action in command._actions:
+            for option in action.option_strings:
+                if option not in ("-h", "--help"):
+                    assert f"`{option}`" in README, f"cuelight {name} {option} is not in the README"
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"`make (\w+)", README)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"the Makefile has no target {target}"
+
+
+def test_links_and_named_files_exist() -> None:
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target in re.findall(r"`((?:actors|messages|runtime|tests|examples|benchmarks|docs)/[\w./]*)`", text):
+            assert (ROOT / target).exists(), f"{page.name} names {target}"
+
+
+def test_rules_that_the_code_names_are_written_down() -> None:
+    rules = (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")
+    written = {int(number) for number in re.findall(r"^- \*\*(\d+)\*\*", rules, re.MULTILINE)}
+    named: set[int] = set()
+    for folder in ("actors", "messages", "runtime", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for first, _, last in re.findall(r"\brules? (\d+)( to | and )?(\d+)?", path.read_text(encoding="utf-8")):
+                named |= {int(first), int(last or first)}
+    assert named and named <= written, sorted(named - written)

@@ -1,0 +1,227 @@
+"""Choosing tokens from logits, against the obvious way to do it: one row at a time, in plain Python."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuelight.actors.executor.batch import Draw
+from cuelight.actors.executor.model.sampling import sample, uniform
+from cuelight.messages.request import RequestId, Sampling
+
+VOCABULARY = 50
+SEEDS = st.integers(0, 2**64 - 1)
+
+
+def draw(sampling: Sampling, position: int = 10, output_index: int = 3) -> Draw:
+    return Draw(RequestId(1), 0, 0, position, output_index, sampling)
+
+
+def obvious(logits: list[float], sampling: Sampling, u: float) -> int:
+    """Sort, cut to the k best, cut to the smallest set whose probability reaches p, and walk until u is passed.
+
+    Without cuts the walk is in the order of the vocabulary, else from the most probable token on.
+    """
+    order = range(len(logits))
+    filtered = sampling.top_k > 0 or sampling.top_p < 1
+    if filtered:
+        order = sorted(order, key=lambda token: -logits[token])[: sampling.top_k or None]
+    best = max(logits)
+    weights = [(token, math.exp((logits[token] - best) / sampling.temperature)) for token in order]
+    if filtered:
+        total, reached, kept = sum(weight for _, weight in weights), 0.0, []
+        for token, weight in weights:
+            if kept and reached >= sampling.top_p * total:
+                break
+            kept.append((token, weight))
+            reached += weight
+        weights = kept
+    target, reached = u * sum(weight for _, weight in weights), 0.0
+    for token, weight in weights:
+        reached += weight
+        if reached > target:
+            return token
+    raise AssertionError("u is below 1")
+
+
+def random_logits(rows: int, seed: int, spread: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def options() -> st.SearchStrategy[Sampling]:
+    return st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.1, 0.7, 1.0, 2.5]),
+        top_k=st.sampled_from([0, 0, 1, 2, 10, VOCABULARY, 1000]),
+        top_p=st.sampled_from([1.0, 1.0, 0.999, 0.9, 0.5, 0.1]),
+        seed=SEEDS,
+    )
+
+
+@given(st.integers(0, 10**6), options(), st.integers(0, 10**6))
+@settings(deadline=None)
+def test_the_token_is_the_one_that_the_obvious_way_gives(seed: int, sampling: Sampling, position: int) -> None:
+    logits = random_logits(1, seed)
+    assert sampling.seed is not None
+    wanted = obvious(logits[0].tolist(), sampling, uniform(sampling.seed, position))
+    assert sample(logits, [draw(sampling, position)], ()).tolist() == [wanted]
+
+
+@given(st.integers(0, 10**6), st.lists(options() | st.just(Sampling()), min_size=2, max_size=8))
+@settings(deadline=None)
+def test_a_row_alone_is_the_row_in_any_batch(seed: int, wishes: list[Sampling]) -> None:
+    logits = random_logits(len(wishes), seed)
+    draws = [draw(sampling, position=row) for row, sampling in enumerate(wishes)]
+    together = sample(logits.clone(), draws, (7,)).tolist()
+    alone = [sample(logits[row : row + 1].clone(), [draws[row]], (7,)).item() for row in range(len(wishes))]
+    assert together == alone
+
+
+def test_greedy_takes_the_best_and_of_equals_the_first() -> None:
+    logits = torch.zeros(3, VOCABULARY)
+    logits[0, 30] = 1.0
+    logits[1, [5, 9]] = 2.0
+    assert sample(logits, [draw(Sampling())] * 3, ()).tolist() == [30, 5, 0]
+
+
+def test_equal_logits_under_filters_keep_the_order_of_the_vocabulary() -> None:
+    """So that what `top_k` keeps among equals does not depend on the sort of a device."""
+    wishes = [Sampling(temperature=1.0, top_k=3, seed=seed) for seed in range(64)]
+    tokens = sample(torch.zeros(64, VOCABULARY), [draw(wish) for wish in wishes], ()).tolist()
+    assert set(tokens) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-9}, {"top_p": 1e-300}, {"temperature": 1e-6}])
+def test_the_tightest_cuts_are_greedy(cut: dict[str, float]) -> None:
+    logits = random_logits(100, 1)
+    wishes = [Sampling(**{"temperature": 1.0, **cut}, seed=seed) for seed in range(100)]  # type: ignore[arg-type]
+    assert torch.equal(sample(logits.clone(), [draw(wish) for wish in wishes], ()), logits.argmax(-1))
+
+
+def test_tiny_and_huge_temperatures_stay_finite() -> None:
+    logits = random_logits(2, 2, spread=1e4)
+    tokens = sample(logits.clone(), [draw(Sampling(temperature=t, seed=1)) for t in (1e-300, 1e300)], ()).tolist()
+    assert tokens[0] == logits[0].argmax()
+    assert 0 <= tokens[1] < VOCABULARY
+
+
+def test_only_seed_and_position_decide() -> None:
+    logits = random_logits(1, 3, spread=0.1)
+
+    def token(seed: int, position: int, output_index: int = 3) -> int:
+        sampling = Sampling(temperature=1.0, seed=seed)
+        drawn = Draw(RequestId(seed * 7 + output_index), output_index, 0, position, output_index, sampling)
+        return int(sample(logits.clone(), [drawn], ()).item())
+
+    for position in range(20):
+        assert token(5, position) == token(5, position, output_index=position)
+    assert len({token(5, position) for position in range(40)}) > 15
+    assert len({token(seed, 5) for seed in range(40)}) > 15
+
+
+def test_tokens_come_as_often_as_they_are_probable() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
+    count = 20_000
+    probabilities = (logits.double() / 0.8).softmax(-1)
+    draws = [draw(Sampling(temperature=0.8, seed=9), position=position) for position in range(count)]
+    tokens = Counter(sample(logits.expand(count, -1).clone(), draws, ()).tolist())
+    chi = sum((tokens[i] - count * p) ** 2 / (count * p) for i, p in enumerate(probabilities.tolist()))
+    assert chi < 18.5, "beyond the 99.9th percentile for four degrees of freedom"
+
+
+def test_rule_46_no_end_before_min_tokens() -> None:
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, 7], logits[0, 8], logits[0, 9] = 3.0, 2.0, 1.0
+
+    def token(index: int, **wish: object) -> int:
+        drawn = draw(Sampling(min_tokens=3, **wish), output_index=index)  # type: ignore[arg-type]
+        return int(sample(logits.clone(), [drawn], (7,)).item())
+
+    assert [token(index) for index in range(5)] == [8, 8, 8, 7, 7]
+    assert [token(index, stop_token_ids=(8,)) for index in range(5)] == [9, 9, 9, 7, 7]
+    assert [token(index, stop_token_ids=(8,), ignore_eos=True) for index in range(5)] == [7] * 5
+    assert [token(index, temperature=1.0, top_k=1, seed=index) for index in range(5)] == [8, 8, 8, 7, 7]
+    hot = {token(0, temperature=1.0, seed=seed) for seed in range(200)}
+    assert 7 not in hot
+    assert len(hot) > 10
+
+
+def test_what_is_forbidden_to_one_row_is_not_to_another() -> None:
+    logits = torch.zeros(2, VOCABULARY)
+    logits[:, 7] = 3.0
+    logits[:, 8] = 2.0
+    assert sample(logits, [draw(Sampling(min_tokens=9)), draw(Sampling())], (7,)).tolist() == [8, 7]
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, top_k=5)]
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_rule_57_a_row_that_is_not_finite_fails_alone(sampling: Sampling, value: float) -> None:
+    logits = random_logits(3, 4)
+    logits[1] = value
+    wanted = sample(logits[[0, 2]].clone(), [draw(sampling)] * 2, ()).tolist()
+    first, bad, last = sample(logits, [draw(sampling)] * 3, ()).tolist()
+    assert bad == -1
+    assert [first, last] == wanted
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_bad_number_is_enough_to_fail_a_row(value: float) -> None:
+    logits = random_logits(1, 5)
+    logits[0, 30] = value
+    for sampling in (Sampling(), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, top_p=0.5, seed=1)):
+        assert sample(logits.clone(), [draw(sampling)], ()).tolist() == [-1]
+
+
+def test_tokens_of_no_probability_are_never_chosen() -> None:
+    logits = torch.full((300, VOCABULARY), -math.inf)
+    logits[:, [3, 40]] = 0.0
+    wishes = [Sampling(temperature=1.0, top_p=(1.0, 0.99)[seed % 2], seed=seed) for seed in range(300)]
+    assert set(sample(logits, [draw(wish) for wish in wishes], ()).tolist()) == {3, 40}
+
+
+def test_the_last_token_is_chosen_when_u_is_as_large_as_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuelight.actors.executor.model.sampling.uniform", lambda seed, position: 1 - 2.0**-53)
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, -1] = -math.inf
+    assert sample(logits.clone(), [draw(Sampling(temperature=1.0))], ()).tolist() == [VOCABULARY - 2]
+    assert sample(logits.clone(), [draw(Sampling(temperature=1.0, top_k=9))], ()).tolist() == [8]
+
+
+def test_half_precision_logits_are_sampled_as_float32() -> None:
+    logits = random_logits(4, 6).bfloat16()
+    draws = [draw(Sampling(temperature=1.0, seed=seed, top_k=seed * 5)) for seed in range(4)]
+    assert torch.equal(sample(logits.clone(), draws, ()), sample(logits.float(), draws, ()))
+
+
+def test_uniform_is_even_in_positions_and_in_seeds() -> None:
+    for numbers in ([uniform(1, i) for i in range(10_000)], [uniform(i, 1) for i in range(10_000)]):
+        assert all(0 <= number < 1 for number in numbers)
+        assert abs(sum(numbers) / 10_000 - 0.5) < 0.01
+        bins = Counter(int(number * 100) for number in numbers)
+        assert sum((bins[i] - 100) ** 2 / 100 for i in range(100)) < 150, "beyond the 99.9th percentile"
+        lagged = sum((a - 0.5) * (b - 0.5) for a, b in pairwise(numbers)) / 10_000
+        assert abs(lagged) < 0.004, "neighbours are not alike"
+
+
+def test_uniform_is_what_it_was() -> None:
+    """A seed given today must give the same text after an update."""
+    assert [uniform(0, 0), uniform(1, 2), uniform(2**64 - 1, 10**9)] == [
+        0.28176129772258496,
+        0.9435642308648544,
+        0.8879376022895749,
+    ]
+
+
+@given(SEEDS, st.integers(0, 10**9))
+def test_uniform_is_a_function_of_seed_and_position(seed: int, position: int) -> None:
+    assert uniform(seed, position) == uniform(seed, position)
+    assert uniform(seed, position) != uniform(seed, position + 1)
+    assert uniform(seed, position) != uniform((seed + 1) % 2**64, position)

@@ -1,0 +1,136 @@
+"""The public API as a user's type checker sees it. Never run: `mypy tests/typing` checks it against the package."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias, assert_never, assert_type
+
+import cuelight.testing
+from cuelight import Chat, Chunk, Engine, EngineError, EngineStats, Result, Stream, model_path
+from cuelight.config import EngineOptions, SamplingOptions
+from cuelight.errors import EngineUnavailable, QueueFull, RequestRejected
+from cuelight.kernel import Actor, Context, MailboxStatistics, Part, Ref, Role, System, ask
+from cuelight.messages.address import Address
+from cuelight.messages.request import FinishReason, Usage
+
+
+async def engine_api(engine: Engine) -> None:
+    assert_type(engine.stream("text"), Stream)
+    assert_type(engine.stream([{"role": "user", "content": "hi"}], max_tokens=8, stop="\n"), Stream)
+    assert_type(engine.stream([1, 2, 3], temperature=1, top_k=5, top_p=0.9, seed=None), Stream)
+    assert_type(await engine.generate("text", stop=["a", "b"], stop_token_ids=[2], ignore_eos=True), Result)
+    assert_type(await engine.generate_many(["a", [1, 2]], progress=True, min_tokens=1), list[Result])
+    assert_type(engine.stats(), EngineStats)
+    assert_type(engine.stats().blocks_free, int)
+    assert_type(engine.chat(system="brief", max_tokens=8), Chat)
+    assert_type(cuelight.testing.stub_engine(queue_limit=3), Engine)
+
+
+async def wrong_engine_options(engine: Engine) -> None:
+    Engine("name", token_budget="many")  # type: ignore[arg-type]  # a number
+    Engine("name", budget=1)  # type: ignore[call-arg]  # no such option
+    engine.stream("text", max_tokens="3")  # type: ignore[arg-type]  # a number
+    engine.stream("text", max_token=3)  # type: ignore[call-arg]  # no such option
+    await engine.chat().say(3)  # type: ignore[arg-type, misc]  # text is asked, and a stream is no awaitable
+
+
+async def start_and_stop(path: Path) -> None:
+    engine = Engine(path, progress=True, dtype="float32", block_count=None)
+    await engine.start()
+    await engine.stop()
+    async with Engine() as opened:
+        assert_type(opened, Engine)
+    assert_type(model_path("name"), Path)
+
+
+async def stream_api(stream: Stream) -> None:
+    async for chunk in stream:
+        assert_type(chunk, Chunk)
+        assert_type(chunk.text, str)
+        assert_type(chunk.position, int)
+        assert_type(chunk.token_ids, tuple[int, ...])
+    assert_type(aiter(stream), AsyncIterator[Chunk])
+    async with stream as same:
+        assert_type(same, Stream)
+    await stream.aclose()
+    result = await stream.result()
+    assert_type(result.finish_reason, FinishReason)
+    assert_type(result.usage, Usage)
+    assert_type(result.usage.cached_tokens, int)
+    assert_type(result.timings.first_token_seconds, float)
+
+
+async def chat_api(chat: Chat) -> None:
+    assert_type(chat.say("hello", temperature=0.5), Stream)
+    assert_type(chat.messages, list[dict[str, str]])
+
+
+def options_by_name() -> tuple[EngineOptions, SamplingOptions]:
+    engine: EngineOptions = {"queue_limit": 3, "seed": None}
+    sampling: SamplingOptions = {"stop": ("a",), "seed": 1}
+    return engine, sampling
+
+
+async def errors_api(engine: Engine) -> str:
+    try:
+        await engine.generate("text")
+    except QueueFull as refused:
+        assert_type(refused, QueueFull)
+        rejected: RequestRejected = refused
+        value_error: ValueError = rejected
+        return str(value_error)
+    except EngineUnavailable as unavailable:
+        error: EngineError = unavailable
+        return str(error)
+    return ""
+
+
+@dataclass(frozen=True)
+class Add:
+    number: int
+
+
+@dataclass(frozen=True)
+class Total:
+    reply_to: Address[int]
+
+
+SumMessage: TypeAlias = Add | Total
+SUM = Role[SumMessage]("sum", SumMessage, capacity=8)
+
+
+class Sum(Actor[SumMessage]):
+    def __init__(self, context: Context[object]) -> None:
+        self._total = 0
+        assert_type(context.clock.now(), float)
+        assert_type(context.find(SUM), Ref[SumMessage])
+
+    def handle(self, message: SumMessage) -> None:
+        match message:
+            case Add(number):
+                self._total += number
+            case Total(reply_to):
+                reply_to.tell(self._total)
+            case _:
+                assert_never(message)
+
+
+async def kernel_api() -> None:
+    async with System((Part(SUM, Sum),)) as system:
+        ref = system.find(SUM)
+        ref.tell(Add(1))
+        ref.tell("one")  # type: ignore[arg-type]  # no message of its protocol
+        total: int = await ask(ref, Total, timeout_seconds=1)
+        assert_type(total, int)
+        await ask(ref, partial(Total), timeout_seconds=1)
+        assert_type(system.statistics(), dict[str, MailboxStatistics])
+
+
+def only_some_of_a_protocol(ref: Ref[SumMessage]) -> Address[Add]:
+    narrow: Ref[Add] = ref
+    wide: Ref[SumMessage | str] = ref  # type: ignore[assignment]  # it takes less than that
+    assert wide is ref
+    return narrow

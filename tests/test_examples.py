@@ -8,11 +8,23 @@ import json
 import re
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Several threads of torch wait for each other at every product, which takes minutes where cores are shared."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -29,6 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.model
+@pytest.mark.usefixtures("one_thread")
 def test_chat_answers_each_line_and_ends_with_the_input(run) -> None:
     out = run("chat.py", stdin="What is the capital of France? Answer in one word.\n\nNow say only: yes\n")
     assert out.count("you> ") == 4, "one prompt a line, and one that the end of input answers"
@@ -36,6 +49,7 @@ def test_chat_answers_each_line_and_ends_with_the_input(run) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.usefixtures("one_thread")
 def test_background_work_goes_on(run) -> None:
     out = run("background_work.py", "Count to ten.")
     echoed = re.search(r"^(\d+) lines echoed meanwhile, the slowest in [\d.]+ ms$", out, re.MULTILINE)
@@ -43,6 +57,7 @@ def test_background_work_goes_on(run) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.usefixtures("one_thread")
 def test_batch_writes_one_json_line_a_question_in_order(run, tmp_path: Path, capsys) -> None:
     questions = tmp_path / "questions.txt"
     questions.write_text("What do bees make?\n\nWhat is the capital of France?\n", encoding="utf-8")
@@ -53,6 +68,7 @@ def test_batch_writes_one_json_line_a_question_in_order(run, tmp_path: Path, cap
 
 
 @pytest.mark.model
+@pytest.mark.usefixtures("one_thread")
 def test_concurrent_chats_interleave_and_share_their_beginning(run) -> None:
     out = run("concurrent_chats.py")
     order = re.search(r"^Whose tokens came when: ([ABC]+)$", out, re.MULTILINE)

@@ -26,12 +26,23 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def blocks() -> Iterator[CodeType]:
-    """Each Python block, compiled so that a traceback names the README's own lines."""
+def blocks() -> Iterator[tuple[str, CodeType]]:
+    """Each Python block, as text and compiled so that a traceback names the README's own lines."""
     for match in re.finditer(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL):
         padding = "\n" * README.count("\n", 0, match.start(1))
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-        yield compile(padding + match[1], "README.md", "exec", flags=flags, dont_inherit=True)
+        yield match[1], compile(padding + match[1], "README.md", "exec", flags=flags, dont_inherit=True)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Several threads of torch wait for each other at every product, which takes minutes where cores are shared."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -45,21 +56,22 @@ def logging_as_before() -> Iterator[None]:
 
 
 @pytest.mark.model
-@pytest.mark.usefixtures("logging_as_before")
+@pytest.mark.usefixtures("logging_as_before", "one_thread")
 def test_python_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
-    programs = list(blocks())
-    alone = [code for code in programs if not code.co_flags & inspect.CO_COROUTINE]
-    inside = [code for code in programs if code.co_flags & inspect.CO_COROUTINE]
-    assert len(alone) >= 2 and len(inside) >= 7
-    for code in alone:
+    programs = [code for text, code in blocks() if "asyncio.run(" in text]
+    excerpts = [code for text, code in blocks() if "asyncio.run(" not in text]
+    assert len(programs) >= 1 and len(excerpts) >= 7
+    for code in programs:
         exec(code, {"__name__": "readme"})
 
-    async def run_inside() -> None:
+    async def run_excerpts() -> None:
         async with Engine() as engine:
-            for code in inside:
-                await eval(code, {"__name__": "readme", "engine": engine, "asyncio": asyncio})
+            for code in excerpts:
+                coroutine = eval(code, {"__name__": "readme", "engine": engine, "asyncio": asyncio})
+                if code.co_flags & inspect.CO_COROUTINE:
+                    await coroutine
 
-    asyncio.run(run_inside())
+    asyncio.run(run_excerpts())
     assert "BadSampling: temperature is -1.0; it must be" in capsys.readouterr().out
 
 
@@ -120,7 +132,7 @@ def test_make_targets_exist() -> None:
 def test_links_and_named_files_exist() -> None:
     pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
     for page in pages:
-        text = page.read_text(encoding="utf-8")
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
         for target in re.findall(r"`((?:actors|messages|runtime|tests|examples|benchmarks|docs)/[\w./]*)`", text):
@@ -133,6 +145,8 @@ def test_rules_that_the_code_names_are_written_down() -> None:
     named: set[int] = set()
     for folder in ("actors", "messages", "runtime", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
-            for first, _, last in re.findall(r"\brules? (\d+)( to | and )?(\d+)?", path.read_text(encoding="utf-8")):
+            for first, _, last in re.findall(
+                r"(?i:rules?)[ _](\d+)( to | and )?(\d+)?", path.read_text(encoding="utf-8")
+            ):
                 named |= {int(first), int(last or first)}
     assert named and named <= written, sorted(named - written)

@@ -53,8 +53,13 @@ class PagedAttention:
         self._query_groups = query_groups
         self._dtype = dtype
         self._device = device
+        self.layers_attended = 0
+        """Layers that came by so far: fewer than the model has if some do not attend through this function."""
         self._blocks = torch.from_numpy(batch.blocks).to(device)
         self._offsets = torch.from_numpy(batch.offsets).to(device)
+        # Blocks begun but not filled: what an earlier owner left in them may be NaN, which no mask keeps out (rule 61).
+        begun = np.setdiff1d(batch.blocks[batch.offsets == 0], batch.blocks[batch.offsets == pool.block_size - 1])
+        self._begun = torch.from_numpy(begun).to(device) if len(begun) else None
         self._groups = [self._group(sequences) for sequences in _alike(batch.sequences, pool.block_size)]
         runs = max((len(group.runs) for group in self._groups), default=0)
         self._key_buffer, self._value_buffer = pool.buffers(runs)
@@ -87,6 +92,9 @@ class PagedAttention:
         `q` is [T, heads, head_dim], `k` and `v` [T, kv_heads, head_dim]; gives the shape of `q`.
         """
         pool = self._pool
+        self.layers_attended += 1
+        if self._begun is not None:
+            pool.clear(layer, self._begun)
         pool.write(layer, self._blocks, self._offsets, k, v)
         out = torch.empty_like(q)
         for group in self._groups:
@@ -168,6 +176,8 @@ def _paged_attention(
     for option in ("sliding_window", "softcap", "s_aux"):
         if options.get(option) is not None:
             raise UnsupportedAttention(f"this model's attention uses {option}, which is not supported yet")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedAttention("this model's tokens attend to those after them, so it cannot be served")
     layer: int = module.layer_idx  # type: ignore[assignment]  # every transformers attention module has one
     if scaling is None:
         scaling = query.shape[-1] ** -0.5

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from cuelight.actors.executor.batch import Batch, Sequence
@@ -68,20 +69,51 @@ def load(options: LoadOptions) -> LoadedModel:
     device = _device(options.device)
     dtype = _dtype(options.dtype, device)
     register()
-    try:
-        config = AutoConfig.from_pretrained(options.folder)
-        with _no_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                options.folder, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
-            )
-    except Exception as error:  # transformers raises many kinds for a folder it cannot load
-        raise CannotLoad(f"transformers cannot load {options.folder}: {error}") from error
+    config, model = _read(options.folder, dtype)
     torch.nn.Module.to(model, device)
     model.train(False).requires_grad_(False)
     pool, query_groups = _pool(options, config, dtype, device)
     loaded = LoadedModel(model, pool, query_groups, dtype, device, options.eos_token_ids)
     _try(loaded)
     return loaded
+
+
+def _read(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for a folder it cannot load
+        raise CannotLoad(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
+    _check(config)
+    try:
+        with _no_bars():
+            read = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise CannotLoad(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
+    model, report = cast(tuple[PreTrainedModel, dict[str, set[str]]], read)
+    if missing := report["missing_keys"]:  # transformers would go on with random numbers in their place
+        raise CannotLoad(f"{folder} lacks weights: {', '.join(sorted(missing))}")
+    return config, model
+
+
+def _check(config: PreTrainedConfig) -> None:
+    """Refuse what would run, and silently compute something else than the model."""
+    text = config.get_text_config()
+    if getattr(text, "num_attention_heads", None) is None:
+        raise CannotLoad(f"{text.model_type} is no transformer with attention in each layer")
+    for kind in getattr(text, "layer_types", None) or ():
+        if kind != "full_attention":
+            raise CannotLoad(f"this model has layers of {kind}, which is not supported yet")
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Its frequencies depend on the longest row of a batch, so rows would depend on each other.
+        raise CannotLoad("this model's rotary embedding is longrope, which is not supported yet")
 
 
 @contextmanager
@@ -117,8 +149,10 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def _pool(options: LoadOptions, config: object, dtype: torch.dtype, device: torch.device) -> tuple[KVPool, int]:
-    text = config.get_text_config()  # type: ignore[attr-defined]  # every PretrainedConfig has it
+def _pool(
+    options: LoadOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[KVPool, int]:
+    text = config.get_text_config()
     heads: int = text.num_attention_heads
     kv_heads: int = getattr(text, "num_key_value_heads", None) or heads
     head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -166,5 +200,8 @@ def _try(loaded: LoadedModel) -> None:
             loaded.forward(one, one, one[0])
     except Exception as error:
         raise CannotLoad(f"this model does not run: {error}") from error
+    if attention.layers_attended != len(loaded.pool.keys):
+        name = type(loaded.model).__name__
+        raise CannotLoad(f"only {attention.layers_attended} of {name}'s {len(loaded.pool.keys)} layers can be served")
     for tensor in (*loaded.pool.keys, *loaded.pool.values):
         tensor[0].zero_()

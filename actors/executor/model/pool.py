@@ -45,6 +45,11 @@ class KVPool:
         """Bytes of one block over all layers, keys and values together."""
         return 2 * layers * block_size * kv_heads * head_dim * dtype.itemsize
 
+    def clear(self, layer: int, blocks: torch.Tensor) -> None:
+        """Zero whole blocks of one layer."""
+        self.keys[layer][blocks] = 0
+        self.values[layer][blocks] = 0
+
     def write(self, layer: int, blocks: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store `k` and `v`, both [tokens, kv_heads, head_dim], at slot `offsets[i]` of block `blocks[i]`."""
         self.keys[layer][blocks, :, offsets] = k

@@ -1,0 +1,463 @@
+"""The device with real tensors: paged attention against dense, small random models against `transformers`."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from support import Recorder
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from cuelight.actors.executor import runner as runner_module
+from cuelight.actors.executor.batch import Batch, Draw
+from cuelight.actors.executor.batch import Sequence as BatchSequence
+from cuelight.actors.executor.model.attention import PagedAttention
+from cuelight.actors.executor.model.loading import CannotLoad, LoadOptions, load
+from cuelight.actors.executor.model.pool import KVPool
+from cuelight.actors.executor.runner import ModelRunner
+from cuelight.messages.executor import Chunk, ExecuteStep, Extension, Row
+from cuelight.messages.request import RequestId, Sampling
+
+CPU = torch.device("cpu")
+HEAD_DIM = 8
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    """The obvious way: the last queries of one row over all its keys, one head at a time."""
+    count, heads, _ = q.shape
+    groups, context = heads // k.shape[1], len(k)
+    out = torch.empty_like(q)
+    for head in range(heads):
+        for index in range(count):
+            seen = context - count + index + 1
+            scores = k[:seen, head // groups] @ q[index, head] * scaling
+            out[index, head] = scores.softmax(-1) @ v[:seen, head // groups]
+    return out
+
+
+class Paged:
+    """Rows with random keys and values, in blocks scattered over a pool full of old numbers."""
+
+    def __init__(self, seed: int, *, block_size: int, kv_heads: int, groups: int) -> None:
+        self.chance = random.Random(seed)
+        self.torch_chance = torch.Generator().manual_seed(seed)
+        self.groups, self.kv_heads = groups, kv_heads
+        self.pool = KVPool(
+            layers=2,
+            block_count=800,
+            block_size=block_size,
+            kv_heads=kv_heads,
+            head_dim=HEAD_DIM,
+            dtype=torch.float32,
+            device=CPU,
+        )
+        # What is in blocks that were used before, in padded slots and in the null block must not matter.
+        for tensor in (*self.pool.keys, *self.pool.values):
+            tensor.copy_(self.random(*tensor.shape) * 100)
+        self.free = list(range(1, 800))
+        self.chance.shuffle(self.free)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.torch_chance)
+
+    def check(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Each row: (tokens in all, of which so many are computed now)."""
+        size = self.pool.block_size
+        sequences, blocks, offsets, start = [], [], [], 0
+        for context, count in rows:
+            table = np.array([self.free.pop() for _ in range(-(-context // size))])
+            positions = np.arange(context - count, context)
+            sequences.append(BatchSequence(start, start + count, context, table))
+            blocks.append(table[positions // size])
+            offsets.append(positions % size)
+            start += count
+        zeros = np.zeros(start, np.int64)
+        batch = Batch(0, 0, zeros, zeros, np.concatenate(blocks), np.concatenate(offsets), sequences=sequences)
+        attention = PagedAttention(self.pool, batch, self.groups, torch.float32, CPU)
+        q = self.random(start, self.kv_heads * self.groups, HEAD_DIM)
+        for layer in range(2):
+            keys = [self.random(context, self.kv_heads, HEAD_DIM) for context, _ in rows]
+            values = [self.random(context, self.kv_heads, HEAD_DIM) for context, _ in rows]
+            for sequence, k, v in zip(sequences, keys, values, strict=True):
+                before = np.arange(len(k) - sequence.stop + sequence.start)
+                where = torch.from_numpy(sequence.block_ids[before // size]), torch.from_numpy(before % size)
+                self.pool.write(layer, *where, k[: len(before)], v[: len(before)])
+            new_k, new_v = (
+                torch.cat([t[len(t) - count :] for t, (_, count) in zip(all_, rows, strict=True)])
+                for all_ in (keys, values)
+            )
+            out = attention.attend(layer, q, new_k, new_v, 0.3)
+            for sequence, k, v in zip(sequences, keys, values, strict=True):
+                mine = slice(sequence.start, sequence.stop)
+                torch.testing.assert_close(out[mine], dense(q[mine], k, v, 0.3), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(("kv_heads", "groups"), [(2, 1), (3, 3), (1, 4)])
+def test_paged_attention_is_dense_attention(block_size: int, kv_heads: int, groups: int) -> None:
+    paged = Paged(block_size * 10 + groups, block_size=block_size, kv_heads=kv_heads, groups=groups)
+    paged.check([(1, 1)])
+    paged.check([(5, 5), (1, 1), (16, 16)])
+    # Decodes of mixed lengths are padded to one another with the null block.
+    paged.check([(1, 1), (2, 1), (15, 1), (16, 1), (17, 1), (40, 1), (41, 1), (60, 1)])
+    # Decodes first, then chunks with context, one whole prompt, and a chunk of a single token.
+    paged.check([(9, 1), (33, 1), (20, 7), (31, 2), (12, 12), (18, 1)])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_paged_attention_is_dense_attention_for_any_batch(seed: int) -> None:
+    chance = random.Random(seed)
+    paged = Paged(
+        seed, block_size=chance.choice([1, 2, 4, 16]), kv_heads=chance.randint(1, 3), groups=chance.choice([1, 3, 4])
+    )
+    contexts = [chance.randint(1, 50) for _ in range(chance.randint(1, 12))]
+    paged.check([(context, chance.choice([1, 1, chance.randint(1, context)])) for context in contexts])
+
+
+VOCABULARY = 100
+SHAPE: dict[str, object] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+GROUPED = {**SHAPE, "num_key_value_heads": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "llama, tied": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
+    "llama, yarn": lambda: transformers.LlamaConfig(**GROUPED, rope_parameters=YARN),
+    "mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=None),
+    "qwen2": lambda: transformers.Qwen2Config(**GROUPED),
+    "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16),
+    "qwen3 moe": lambda: transformers.Qwen3MoeConfig(
+        **GROUPED, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**GROUPED),
+    "phi3": lambda: transformers.Phi3Config(**GROUPED),
+    "gemma": lambda: transformers.GemmaConfig(**GROUPED, head_dim=8),
+    "granite": lambda: transformers.GraniteConfig(**GROUPED),
+    "gpt neox": lambda: transformers.GPTNeoXConfig(**SHAPE),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=48, n_layer=2, n_head=6, n_positions=256, bos_token_id=0, eos_token_id=1
+    ),
+}
+REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "mistral with a window": (lambda: transformers.MistralConfig(**GROUPED, sliding_window=8), "sliding_window"),
+    "qwen2 with a window": (
+        lambda: transformers.Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        "sliding_attention",
+    ),
+    "gemma2": (lambda: transformers.Gemma2Config(**GROUPED, head_dim=8), "sliding_attention"),
+    "layers without attention": (
+        lambda: transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
+        "layers of conv",
+    ),
+    "no attention at all": (
+        lambda: transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=2),
+        "mamba",
+    ),
+    "attention of its own": (
+        lambda: transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=48, n_layer=2, n_head=6),
+        "0 of BloomForCausalLM's 2 layers",
+    ),
+    "both ways": (
+        lambda: transformers.BertConfig(
+            vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=64
+        ),
+        "attend to those after them",
+    ),
+    "longrope": (
+        lambda: transformers.Phi3Config(
+            **GROUPED,
+            original_max_position_embeddings=32,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 32,
+            },
+        ),
+        "longrope",
+    ),
+}
+
+
+def save(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
+    """A model with weights large enough that its output depends on all of its context."""
+    generator = torch.Generator().manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3, generator=generator)
+    model.save_pretrained(folder)
+    return model
+
+
+def options(folder: Path, **others: object) -> LoadOptions:
+    base = LoadOptions(
+        folder=folder,
+        dtype="float32",
+        device="cpu",
+        block_size=4,
+        block_count=128,
+        kv_cache_bytes=None,
+        eos_token_ids=(1,),
+    )
+    return replace(base, **others)  # type: ignore[arg-type]
+
+
+class Driver:
+    """Schedules a runner by hand: random chunks of random rows, blocks drawn from a shuffled pool."""
+
+    def __init__(self, runner: ModelRunner, prompts: Sequence[Sequence[int]], seed: int, epoch: int = 0) -> None:
+        self.epoch = epoch
+        self.runner, self.prompts = runner, prompts
+        self.chance = random.Random(seed)
+        self.free = list(range(1, runner.block_count))
+        self.chance.shuffle(self.free)
+        self.computed = dict.fromkeys(range(len(prompts)), 0)
+        self.held = dict.fromkeys(range(len(prompts)), 0)
+        self.outputs: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
+        self.failed: dict[int, str] = {}
+        self._step = 0
+        self._ended: tuple[RequestId, ...] = ()
+
+    def run(self, output_tokens: int) -> None:
+        while unfinished := [i for i in self.outputs if i not in self.failed and len(self.outputs[i]) < output_tokens]:
+            chosen = self.chance.sample(unfinished, self.chance.randint(1, len(unfinished)))
+            self._run([(index, self._count(index)) for index in chosen])
+
+    def _count(self, index: int) -> int:
+        left = len(self.prompts[index]) - self.computed[index]
+        return 1 if left <= 0 else self.chance.randint(1, min(left, 20))
+
+    def _run(self, chunks: list[tuple[int, int]]) -> None:
+        chunks.sort(key=lambda chunk: chunk[1] > 1)
+        rows, extensions = [], []
+        for index, count in chunks:
+            prompt, size = self.prompts[index], self.runner.block_size
+            missing = -(-(self.computed[index] + count) // size) - self.held[index]
+            blocks = tuple(self.free.pop() for _ in range(missing))
+            if self.computed[index] == 0:
+                rows.append(Row(RequestId(index), tuple(prompt), len(prompt), 0, blocks, Sampling()))
+            elif blocks:
+                extensions.append(Extension(RequestId(index), blocks))
+            self.held[index] += len(blocks)
+            self.computed[index] += count
+        step = ExecuteStep(
+            epoch=self.epoch,
+            step=self._step,
+            ended=self._ended,
+            rows=tuple(rows),
+            extensions=tuple(extensions),
+            chunks=tuple(Chunk(RequestId(index), count) for index, count in chunks),
+            reply_to=Recorder(),
+        )
+        self._step += 1
+        done = self.runner.run(self.runner.prepare(step))
+        self._ended = tuple(request_id for request_id, _ in done.failed)
+        self.failed.update(done.failed)
+        for request_id, token_id in zip(done.request_ids, done.token_ids, strict=True):
+            self.outputs[request_id].append(token_id)
+
+
+def greedy_alone(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
+    """Token by token, all of the context each time."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def random_prompts(seed: int) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(2, VOCABULARY) for _ in range(length)] for length in (1, 3, 4, 17, 40, 71)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_and_batches_give_what_transformers_gives_alone(family: str, tmp_path: Path) -> None:
+    model = save(FAMILIES[family](), tmp_path)
+    prompts = random_prompts(3)
+    driver = Driver(ModelRunner(load(options(tmp_path))), prompts, seed=5)
+    driver.run(output_tokens=10)
+    assert driver.failed == {}
+    for index, prompt in enumerate(prompts):
+        assert driver.outputs[index] == greedy_alone(model, prompt, 10)
+    assert len({token for tokens in driver.outputs.values() for token in tokens}) > 5, "the models are not trivial"
+
+
+def test_a_step_of_partial_chunks_alone_samples_nothing(tmp_path: Path) -> None:
+    save(FAMILIES["llama"](), tmp_path)
+    driver = Driver(ModelRunner(load(options(tmp_path))), random_prompts(3), seed=0)
+    driver._run([(4, 10), (5, 10)])
+    assert not any(driver.outputs.values())
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_would_be_computed_wrongly_is_refused(family: str, tmp_path: Path) -> None:
+    make, why = REFUSED[family]
+    save(make(), tmp_path)
+    with pytest.raises(CannotLoad, match=why):
+        load(options(tmp_path))
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def remove_tensor(folder: Path, name: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "cannot load"),
+    "a config that is not JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot load"),
+    "an unknown architecture": (lambda folder: edit_config(folder, model_type="nonesuch"), "nonesuch"),
+    "code of its own": (
+        lambda folder: edit_config(
+            folder, model_type="nonesuch", auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+        ),
+        "trust_remote_code",
+    ),
+    "other shapes": (lambda folder: edit_config(folder, intermediate_size=32), "cannot load"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot load"),
+    "broken weights": (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 99), "cannot load"),
+    "a tensor too few": (
+        lambda folder: remove_tensor(folder, "model.layers.1.mlp.up_proj.weight"),
+        r"lacks weights: model\.layers\.1\.mlp\.up_proj\.weight",
+    ),
+    "a layer too few": (lambda folder: edit_config(folder, num_hidden_layers=3), r"lacks weights: model\.layers\.2"),
+}
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_a_broken_folder_is_refused(breakage: str, tmp_path: Path) -> None:
+    save(FAMILIES["llama"](), tmp_path)
+    break_it, why = BREAKAGES[breakage]
+    break_it(tmp_path)
+    with pytest.raises(CannotLoad, match=why):
+        load(options(tmp_path))
+
+
+def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
+    save(FAMILIES["llama, tied"](), tmp_path)
+    assert load(options(tmp_path)).pool.block_count == 128
+
+
+@pytest.mark.parametrize(
+    ("others", "why"),
+    [
+        ({"device": "nonesuch"}, "device 'nonesuch'"),
+        ({"dtype": "int4"}, "dtype"),
+        ({"block_count": None, "kv_cache_bytes": 10}, "holds no block"),
+        ({"block_count": 1 << 50}, "no memory"),
+    ],
+)
+def test_options_that_cannot_be_met_are_refused(others: dict[str, object], why: str, tmp_path: Path) -> None:
+    save(FAMILIES["llama"](), tmp_path)
+    with pytest.raises(CannotLoad, match=why):
+        load(options(tmp_path, **others))
+
+
+def test_the_pool_takes_the_bytes_it_is_given(tmp_path: Path) -> None:
+    save(FAMILIES["llama"](), tmp_path)
+    # 2 layers of keys and values of 2 heads of 8 numbers of 4 bytes, in blocks of 4.
+    pool = load(options(tmp_path, block_count=None, kv_cache_bytes=10 * 2 * 2 * 2 * 8 * 4 * 4 + 5)).pool
+    assert pool.block_count == 10
+    assert all(not tensor.any() for tensor in (*pool.keys, *pool.values)), "what loading tried is wiped out"
+
+
+def test_bfloat16_follows_float32_in_the_first_token(tmp_path: Path) -> None:
+    """Rounding decides near ties, so only what is far from one can be compared."""
+    model = save(FAMILIES["llama"](), tmp_path)
+    prompts = random_prompts(3)
+    driver = Driver(ModelRunner(load(options(tmp_path, dtype="bfloat16"))), prompts, seed=5)
+    driver.run(output_tokens=1)
+    compared = 0
+    for index, prompt in enumerate(prompts):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1]
+        best, second = logits.topk(2).values.tolist()
+        if best - second > 0.05 * float(logits.abs().max()):
+            compared += 1
+            assert driver.outputs[index] == [int(logits.argmax())]
+    assert compared > 1
+
+
+def test_rule_57_logits_that_are_no_numbers_fail_their_row_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save(FAMILIES["llama"](), tmp_path)
+    prompts = random_prompts(3)
+    sound = runner_module.sample
+
+    def spoilt(logits: torch.Tensor, draws: Sequence[Draw], eos: Sequence[int]) -> torch.Tensor:
+        for row, draw in enumerate(draws):
+            if draw.request_id == 3 and draw.output_index == 4:
+                logits[row, 7] = torch.nan
+        return sound(logits, draws, eos)
+
+    monkeypatch.setattr(runner_module, "sample", spoilt)
+    driver = Driver(ModelRunner(load(options(tmp_path))), prompts, seed=5)
+    driver.run(output_tokens=10)
+    assert driver.failed == {3: "the model's logits are not finite numbers"}
+    for index, prompt in enumerate(prompts):
+        expected = greedy_alone(model, prompt, 10)
+        assert driver.outputs[index] == (expected[:4] if index == 3 else expected)
+
+
+def test_a_nan_in_one_rows_hidden_state_stays_in_that_row(tmp_path: Path) -> None:
+    """The embedding of one token is spoilt: rows that hold it fail, and their blocks do no harm to the others."""
+    model = save(FAMILIES["llama"](), tmp_path)
+    prompts = random_prompts(3)
+    prompts[2][1] = 99
+    expected = {i: greedy_alone(model, prompt, 10) for i, prompt in enumerate(prompts) if i != 2}
+    loaded = load(options(tmp_path))
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight[99] = torch.nan
+    driver = Driver(ModelRunner(loaded), prompts, seed=5)
+    driver.run(output_tokens=10)
+    hit = {2} | {i for i, tokens in expected.items() if 99 in tokens[:-1] or 99 in prompts[i]}
+    assert set(driver.failed) == hit
+    for index in set(expected) - hit:
+        assert driver.outputs[index] == expected[index]
+
+
+def test_rule_61_blocks_that_held_no_numbers_do_no_harm_to_who_gets_them_next(tmp_path: Path) -> None:
+    model = save(FAMILIES["llama"](), tmp_path)
+    prompts = random_prompts(3)
+    expected = [greedy_alone(model, prompt, 10) for prompt in prompts]
+    loaded = load(options(tmp_path, block_count=1 + 55))
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight[99] = torch.nan
+    runner = ModelRunner(loaded)
+    spoilers = Driver(runner, [[99] * 40] * 5, seed=1)
+    spoilers.run(output_tokens=1)
+    assert len(spoilers.failed) == 5
+    driver = Driver(runner, prompts, seed=2, epoch=1)
+    driver.run(output_tokens=10)
+    sound = [index for index, prompt in enumerate(prompts) if 99 not in prompt + expected[index]]
+    assert len(sound) > 3
+    assert [driver.outputs[index] for index in sound] == [expected[index] for index in sound]

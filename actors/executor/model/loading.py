@@ -16,6 +16,7 @@ from transformers.utils import logging as hf_logging
 
 from cuelight.actors.executor.batch import Batch, Sequence
 from cuelight.actors.executor.model.attention import ATTENTION_NAME, PagedAttention, attending, register
+from cuelight.actors.executor.model.linear import pack
 from cuelight.actors.executor.model.pool import KVPool
 
 KV_BYTES_MAX_DEFAULT = 2 << 30
@@ -72,6 +73,8 @@ def load(options: LoadOptions) -> LoadedModel:
     config, model = _read(options.folder, dtype)
     torch.nn.Module.to(model, device)
     model.train(False).requires_grad_(False)
+    if device.type == "cpu" and dtype is torch.float32:
+        pack(model)
     pool, query_groups = _pool(options, config, dtype, device)
     loaded = LoadedModel(model, pool, query_groups, dtype, device, options.eos_token_ids)
     _try(loaded)

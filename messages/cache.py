@@ -39,8 +39,8 @@ class Filled(msgspec.Struct, frozen=True):
 class Reserve(msgspec.Struct, frozen=True, tag=True):
     """Hold blocks for one step. Answered once: `Granted`.
 
-    Handled in this order: `filled`, then `growths`, each granted whole or refused, then `admissions` in order, until
-    one is refused or the admitted requests' uncached tokens reach `token_budget`.
+    Handled in this order: `filled`, then `growths`, each granted whole or refused, then, unless one was, `admissions`
+    in order, until one is refused or the admitted requests' uncached tokens reach `token_budget`.
     """
 
     filled: tuple[Filled, ...]

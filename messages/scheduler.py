@@ -39,7 +39,7 @@ class Grant(msgspec.Struct, frozen=True):
 class Granted(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Reserve`: what was granted, in the order asked, and which requests got nothing.
 
-    A refused request is one that this pool could not serve now; requests behind a refused admission were not tried.
+    A refused request is one that this pool could not serve now; admissions behind a refusal were not tried.
     """
 
     grants: tuple[Grant, ...]

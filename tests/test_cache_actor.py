@@ -86,6 +86,13 @@ def test_each_growth_is_granted_whole_or_refused() -> None:
     assert granted == Granted((Grant(RequestId(2), (4,), 0, 8),), (RequestId(1), RequestId(3)))
 
 
+def test_rule_2_a_round_that_must_preempt_admits_nobody() -> None:
+    stage = Stage(4)
+    stage.reserve(admissions=(admission(1, 12),))
+    granted = stage.reserve(growths=(Growth(RequestId(1), 24),), admissions=(admission(2, 4, 50),))
+    assert granted == Granted((), (RequestId(1),))
+
+
 def test_admissions_stop_at_the_first_refused() -> None:
     stage = Stage(4)
     granted = stage.reserve(admissions=(admission(1, 8), admission(2, 12, 50), admission(3, 4, 100)))

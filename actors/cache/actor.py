@@ -53,7 +53,8 @@ class CacheManager(Actor[CacheMessage]):
                 refused.append(growth.request_id)
             else:
                 grants.append(grant)
-        self._admit(message, grants, refused)
+        if not refused:  # a round that must preempt lets nobody in (rule 2)
+            self._admit(message, grants, refused)
         if refused:
             _log.debug("blocks refused", request_ids=refused, blocks_free=self._tables.pool.free_count)
         message.reply_to.tell(scheduler.Granted(tuple(grants), tuple(refused)))

@@ -42,7 +42,7 @@ check: setup
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
-	@if [ -d tests/typing ]; then $(BIN)/mypy tests/typing; fi
+	@$(BIN)/mypy tests/typing examples/*.py
 
 setup: $(LINKED)
 

@@ -14,6 +14,8 @@ from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
+import msgspec
+
 from cuelight import errors
 from cuelight.actors.intake.prompts import parse_prompt
 from cuelight.actors.intake.refusal import Refused, UnknownOption
@@ -63,8 +65,11 @@ class _Board:
         self.requests = observer.RequestFigures()
         self.blocks = observer.BlockFigures()
         self.ready: asyncio.Future[observer.Ready] = asyncio.get_running_loop().create_future()
+        self._cleared = False
 
     def tell(self, message: observer.ObserverMessage, /) -> None:
+        if self._cleared:
+            return
         match message:
             case observer.RequestFigures():
                 self.requests = message
@@ -81,6 +86,12 @@ class _Board:
         if not self.ready.done():
             self.ready.set_exception(error)
             self.ready.exception()  # whoever waited may be gone, which is no reason to complain
+
+    def clear(self) -> None:
+        """Nothing runs, waits or holds blocks any more; the totals stay."""
+        self._cleared = True
+        self.requests = msgspec.structs.replace(self.requests, running=0, waiting=0)
+        self.blocks = msgspec.structs.replace(self.blocks, blocks_free=self.blocks.blocks_total)
 
 
 class Engine:
@@ -133,7 +144,8 @@ class Engine:
             cast = roles(self._config)
             parts = await _in_thread(partial(self._casting, self._config, cast, board))
             self._check_still_starting()
-            self._system = System(parts, chance=random.Random(self._config.seed), on_failure=self._crashed)
+            chance = random.Random(self._config.seed)
+            self._system = System(parts, chance=chance, on_failure=self._crashed, on_end=self._ended)
             await self._system.start()
             self._intake = self._system.find(cast.intake)
             ready = await board.ready
@@ -151,8 +163,7 @@ class Engine:
 
     async def stop(self) -> None:
         """End every request with EngineClosed and give everything back. Harmless when done twice."""
-        if not self._broken:
-            self._end_service(_closed)
+        self._ended()
         if self._system is not None:
             await self._system.stop(drop=True)
 
@@ -170,11 +181,17 @@ class Engine:
         self._broken = True
         self._end_service(partial(_broken, crash))
 
+    def _ended(self) -> None:
+        """Nobody serves any more, whether it was `stop` that said so or a host that cancelled all tasks."""
+        if not self._broken:
+            self._end_service(_closed)
+
     def _end_service(self, reason: Callable[[], errors.EngineUnavailable]) -> None:
         """Tell every client, from now on and those that wait, each with an exception of its own."""
         self._unavailable = reason
         if self._board is not None:
             self._board.fail(reason())
+            self._board.clear()
         for inbox in list(self._open.values()):
             inbox.fail(reason())
 
@@ -259,6 +276,8 @@ class Engine:
     def _submit(self, prompt: Prompt, sampling: Sampling) -> Stream:
         if self._unavailable is not None:
             raise self._unavailable()
+        if threading.get_ident() != self._thread_id:
+            raise errors.EngineUnavailable("requests are sent from the thread whose event loop runs the engine")
         # Intake refuses beyond its queue limit; far beyond, not even a message is spent.
         if len(self._open) >= 2 * self._config.queue_limit:
             raise errors.QueueFull(f"{len(self._open)} requests are open already")

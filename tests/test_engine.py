@@ -707,6 +707,45 @@ async def test_closing_the_engine_ends_every_stream_with_a_typed_error() -> None
         await read.aclose()
 
 
+async def test_a_host_that_cancels_all_tasks_leaves_nobody_waiting() -> None:
+    async with asyncio.timeout(NET_SECONDS):
+        engine = stub_engine()
+        await engine.start()
+        stream = engine.stream("read", max_tokens=ENDLESS)
+        await anext(stream)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        with pytest.raises(errors.EngineClosed):
+            await stream.result()
+        with pytest.raises(errors.EngineClosed):
+            await engine.generate("later")
+        await engine.stop()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_an_engine_whose_loop_is_gone_says_so_in_the_next() -> None:
+    engine = stub_engine()
+    asyncio.run(engine.start())
+
+    async def later() -> None:
+        with pytest.raises(errors.EngineClosed):
+            await engine.generate("later")
+        await engine.stop()
+
+    asyncio.run(later())
+
+
+async def test_figures_of_a_closed_engine() -> None:
+    async with stub_engine() as engine:
+        streams = [engine.stream(f"read {n}", max_tokens=ENDLESS) for n in range(3)]
+        for stream in streams:
+            await anext(stream)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.blocks_free == stats.blocks_total > 0
+    assert stats.steps > 0
+
+
 async def test_a_reader_inside_its_loop_hears_that_the_engine_closes() -> None:
     async with asyncio.timeout(NET_SECONDS):
         engine = stub_engine()
@@ -1261,3 +1300,10 @@ async def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(errors.ModelUnavailable):
             await Engine(folder).start()
+
+
+async def test_a_request_from_another_thread_is_refused() -> None:
+    async with stub_engine() as engine:
+        with pytest.raises(errors.EngineUnavailable, match="thread"):
+            await asyncio.get_running_loop().run_in_executor(None, engine.stream, "from elsewhere")
+        assert (await engine.generate("from here", max_tokens=2)).finish_reason == "length"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -235,6 +235,16 @@ def test_rule_10_what_can_never_fit_is_refused(token_capacity: int, length: int,
         assert isinstance(answer, Rejected)
         assert answer.refusal is Refusal.PROMPT_TOO_LONG
         assert words in answer.reason
+
+
+def test_far_too_many_ids_are_refused_before_they_are_looked_at() -> None:
+    class Untouched(tuple):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[object]:
+            raise AssertionError("the ids are looked at")
+
+    (answer,) = Stage().submit(1, Untouched((1,) * 1000)).take()
+    assert isinstance(answer, Rejected)
+    assert answer.refusal is Refusal.PROMPT_TOO_LONG
 
 
 def admitted(stage: Stage, request_id: int, sampling: Sampling) -> Sampling:

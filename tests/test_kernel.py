@@ -783,3 +783,71 @@ def test_events_go_wherever_the_host_has_structlog_send_them(wrapper: type[objec
     finally:
         structlog.reset_defaults()
     assert seen == [{"method": method, "event": "happened", "number": 1} for method in ("info", "warning", "error")]
+
+
+def test_a_level_may_have_another_name_at_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "getLevelName", lambda level: f"[{level}]")
+    structlog.configure()
+    try:
+        with structlog.testing.capture_logs() as events:
+            get_logger("cuelight.test").error("happened")
+    finally:
+        structlog.reset_defaults()
+    assert events == [{"event": "happened", "log_level": "error"}]
+
+
+@pytest.mark.parametrize("is_structlog", [False, True])
+def test_a_host_whose_logging_fails_does_not_hear_of_it_from_us(
+    is_structlog: bool, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> bool:
+        raise OSError("the log is full")
+
+    if is_structlog:
+        structlog.configure(processors=[fail])
+    standard = logging.getLogger("cuelight.test.full")
+    standard.addFilter(fail)
+    try:
+        get_logger("cuelight.test.full").error("happened")
+    finally:
+        structlog.reset_defaults()
+        standard.removeFilter(fail)
+    assert "the log is full" in capsys.readouterr().err
+
+
+@on_each_loop
+async def test_a_crash_is_heard_of_where_facts_become_fields_of_log_records(caplog: pytest.LogCaptureFixture) -> None:
+    """Such records refuse the names of their own fields."""
+
+    def fail(_: Context[object], message: object) -> None:
+        raise ValueError("broken actor")
+
+    failures: list[ActorCrashed] = []
+    structlog.configure(
+        processors=[structlog.stdlib.render_to_log_kwargs],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+    )
+    try:
+        async with System([part(role(), [], fail)], on_failure=failures.append) as system:
+            system.find(role()).tell(Note(0))
+            await until(lambda: bool(failures))
+    finally:
+        structlog.reset_defaults()
+    (record,) = caplog.records
+    assert record.__dict__["actor"] == failures[0].actor == "actor"
+
+
+@pytest.mark.parametrize("whom", ["cuelight actor", "cuelight system"])
+@on_each_loop
+async def test_a_task_cancelled_from_outside_ends_the_system(whom: str) -> None:
+    ends: list[str] = []
+    others = [part(role(name), []) for name in ("sink", "source")]
+    system = System([others[0], part(role(), []), others[1]], on_end=lambda: ends.append("end"))
+    await system.start()
+    (task,) = [task for task in asyncio.all_tasks() if task.get_name() == whom]
+    task.cancel()
+    await until(lambda: bool(ends))
+    await system.stop()
+    assert ends == ["end"]
+    assert asyncio.all_tasks() == {asyncio.current_task()}

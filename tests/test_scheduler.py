@@ -197,6 +197,38 @@ def test_a_stop_string_ends_the_request_where_the_text_ended(output_tokens: int)
     assert core.blocks().blocks_free == core.blocks().blocks_total
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_one_that_leaves_while_it_is_given_the_last_block_makes_room(seed: int) -> None:
+    core = Core(seed, device=StubDevice(2, 16))
+    sampling = Sampling(max_tokens=4)
+    for request_id in range(4):
+        core.admit(request_id, [7, 8, request_id], sampling)
+    for _ in range(core.stage.chance.randint(2, 12)):
+        core.stage.step()
+    core.abort(0)
+    core.run()
+    ends = core.ends()
+    assert set(ends) == {0, 1, 2, 3}
+    for request_id in (1, 2, 3):
+        assert ends[request_id].reason is FinishReason.LENGTH, ends[request_id].error
+        assert core.outputs()[request_id] == expected_output([7, 8, request_id], sampling)[0]
+    assert core.blocks().blocks_free == core.blocks().blocks_total
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_stop_string_may_be_found_late(seed: int) -> None:
+    """The cache manager knows tokens by then that the text does not have."""
+    core = Core(seed, device=StubDevice(80, 1), steps_in_flight=4)
+    core.admit(0, [7, 8, 9], Sampling(max_tokens=60))
+    while len(core.outputs().get(0, [])) < 30:
+        assert core.stage.step()
+    core.stop_matched(0, 5)
+    core.run()
+    assert core.ends()[0].reason is FinishReason.STOP
+    assert core.ends()[0].usage.output_tokens == 5
+    assert core.blocks().blocks_free == core.blocks().blocks_total
+
+
 def test_rule_49_abort_is_known_in_every_state_and_idempotent() -> None:
     """Whatever the moment, one abort ends the request once and gives every block back."""
     for moment in range(0, 120, 3):

@@ -220,6 +220,7 @@ class Scheduler(Actor[SchedulerMessage]):
             if request is None and grant.request_id in self._courted:
                 # It ended while it waited, so nobody has released what it is given now.
                 self._released.append(cache.Filled(grant.request_id, grant.cached_tokens, ()))
+                self._releases += 1  # so whoever was refused for it is tried again
             if request is None or request.incarnation != asked[grant.request_id]:
                 continue  # one that ended or lost its blocks while it ran was released behind our asking
             if not request.running:
@@ -245,6 +246,7 @@ class Scheduler(Actor[SchedulerMessage]):
         elif self._pool_exhausted and not self._running and not self._in_flight:
             # Nothing runs, so every block is free, and still the head does not fit: it never will (rule 11).
             self._end(self._waiting[0], FinishReason.FAILED, "the request does not fit the block pool")
+            self._pool_exhausted = False  # for the next one the pool may do
 
     def _execute(self, plan: list[tuple[Tracked, int]]) -> None:
         rows: list[executor.Row] = []

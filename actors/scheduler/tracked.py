@@ -121,4 +121,5 @@ class Tracked:
     def stop_at(self, output_tokens: int) -> None:
         """Forget output beyond the `output_tokens`-th token: its text ended there."""
         del self.token_ids[self.prompt_tokens + output_tokens :]
-        self.computed = min(self.computed, len(self.token_ids))
+        # What the cache manager knows already it may keep: those tokens were computed, and its counts never fall.
+        self.computed = min(self.computed, max(self.told, len(self.token_ids)))

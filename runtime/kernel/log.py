@@ -7,9 +7,19 @@ library's logging, which is silent below WARNING until the host asks for more.
 from __future__ import annotations
 
 import logging
-from typing import Protocol, cast
+import traceback
+from contextlib import suppress
+from typing import Final, Protocol, cast
 
 import structlog
+
+# Not from `logging.getLevelName`: hosts give the levels other names, such as coloured ones.
+_METHODS: Final = {
+    logging.DEBUG: "debug",
+    logging.INFO: "info",
+    logging.WARNING: "warning",
+    logging.ERROR: "error",
+}
 
 
 class Logger(Protocol):
@@ -45,11 +55,16 @@ class _HostLogger:
         self._structured = structlog.get_logger(name)
 
     def _log(self, level: int, event: str, facts: dict[str, object]) -> None:
-        if structlog.is_configured():
-            # By the level's name, which every kind of structlog wrapper has as a method.
-            getattr(self._structured, logging.getLevelName(level).lower())(event, **facts)
-        elif self._standard.isEnabledFor(level):
-            self._quiet.log(level, event, **facts)
+        """Never raises: an actor does not crash because the host's filter, renderer or log file fails."""
+        try:
+            if structlog.is_configured():
+                getattr(self._structured, _METHODS[level])(event, **facts)
+            elif self._standard.isEnabledFor(level):
+                self._quiet.log(level, event, **facts)
+        except Exception:
+            if logging.raiseExceptions:  # as the standard library's handlers: on standard error, where there is one
+                with suppress(OSError, ValueError):
+                    traceback.print_exc()
 
     def debug(self, event: str, **facts: object) -> None:
         self._log(logging.DEBUG, event, facts)

@@ -38,6 +38,7 @@ class System:
         clock, chance: what the actors see as time and randomness; by default the loop's clock and a fresh generator.
         tap: sees every delivery, as (actor's name, message), before the actor does.
         on_failure: told once when an actor has crashed; every actor is stopped then.
+        on_end: called once when the actors have ended: stopped, crashed, or cancelled by a host that ends all tasks.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class System:
         chance: random.Random | None = None,
         tap: Callable[[str, object], None] | None = None,
         on_failure: Callable[[ActorCrashed], None] | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
         # Each part's types match within; together they have none in common.
         self._cast: tuple[Part[object], ...] = typing.cast(tuple[Part[object], ...], tuple(cast))
@@ -55,6 +57,7 @@ class System:
         self._chance = chance or random.Random()
         self._tap = tap
         self._on_failure = on_failure
+        self._on_end = on_end
         self._mailboxes: dict[str, Mailbox[object]] = {}
         self._refs: dict[str, Ref[object]] = {}
         self._workers: list[Worker[object]] = []
@@ -97,7 +100,8 @@ class System:
         self._drop = drop
         self._closing.set()
         with anyio.CancelScope(shield=True):  # a cancelled scope around the system would not let it end
-            await asyncio.wait([self._host])
+            if not self._host.done():  # maybe long ago, in a loop that is closed by now
+                await asyncio.wait([self._host])
         if not self._host.cancelled() and (error := self._host.exception()) is not None:
             raise error
 
@@ -148,6 +152,8 @@ class System:
         finally:
             for mailbox in self._mailboxes.values():
                 mailbox.close(drop=True)
+            if self._on_end is not None:
+                self._on_end()
             with anyio.CancelScope(shield=True):
                 await self._dismiss_workers()
 
@@ -172,12 +178,18 @@ class System:
             actor.stopped()
         except Exception as error:
             self._fail(ActorCrashed(name, type(message).__qualname__, error))
+        except asyncio.CancelledError:
+            # Not our doing, and the others cannot go on without this one.
+            self._drop = True
+            self._closing.set()
+            mailbox.close(drop=True)
+            raise
         finally:
             ended.set()
 
     def _fail(self, crash: ActorCrashed) -> None:
         """An actor is gone and nobody replaces it: stop the others too, and say so."""
-        log.error("actor_crashed", actor=crash.actor, message=crash.message_type, exc_info=crash.__cause__)
+        log.error("actor_crashed", actor=crash.actor, message_type=crash.message_type, exc_info=crash.__cause__)
         self._drop = True
         self._closing.set()
         self._mailboxes[crash.actor].close(drop=True)

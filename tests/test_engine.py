@@ -34,7 +34,7 @@ from cuelight.messages.intake import Finished
 from cuelight.messages.request import FinishReason, RequestId, Turn, Usage
 from cuelight.testing import END_TOKEN, decode, encode, next_letter, stub_engine
 
-NET_SECONDS = 60
+NET_SECONDS = 240.0
 """A safety net around everything that waits; no test measures by it."""
 
 ENDLESS = 4000

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypedDict
 
 from cuelight.errors import ConfigError, ModelUnavailable
+from cuelight.model_folder import json_object
 
 DTYPES = ("auto", "float32", "bfloat16")
 EXECUTORS = ("thread",)
@@ -136,12 +136,12 @@ def read_facts(folder: Path) -> ModelFacts:
     Raises:
         ModelUnavailable: a file is missing or does not say what it must.
     """
-    config = _read(folder / "config.json")
+    config = json_object(folder / "config.json")
     text = config.get("text_config")
     if isinstance(text, dict):
         config = {**config, **text}
     generation = folder / "generation_config.json"
-    eos = (_read(generation) if generation.exists() else {}).get("eos_token_id", config.get("eos_token_id"))
+    eos = (json_object(generation) if generation.exists() else {}).get("eos_token_id", config.get("eos_token_id"))
     eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     return ModelFacts(
         vocab_size=_whole(config.get("vocab_size"), folder, "vocab_size"),
@@ -154,13 +154,3 @@ def _whole(value: object, folder: Path, name: str) -> int:
     if not isinstance(value, int):
         raise ModelUnavailable(f"{folder} does not say its {name}: this model cannot be served")
     return value
-
-
-def _read(path: Path) -> dict[str, object]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelUnavailable(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelUnavailable(f"{path} does not hold a JSON object")
-    return content

@@ -29,14 +29,15 @@ def checked_folder(folder: Path) -> Path:
         elif not weights and (files := sorted(folder.glob("*.gguf"))):
             hint = f". It holds a GGUF file: name that instead, {files[0]}"
         raise ModelUnavailable(f"the model folder {folder} lacks {', '.join(missing)}{hint}.")
-    _json_object(folder / "config.json")
+    json_object(folder / "config.json")
     _check_shards(folder)
     for file in weights:
         _check_safetensors(file)
     return folder
 
 
-def _json_object(path: Path) -> dict[str, object]:
+def json_object(path: Path) -> dict[str, object]:
+    """What a JSON file holds. Raises ModelUnavailable if that is not an object, or cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -50,7 +51,7 @@ def _check_shards(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return
-    shards = _json_object(index).get("weight_map")
+    shards = json_object(index).get("weight_map")
     names = sorted({str(shard) for shard in shards.values()}) if isinstance(shards, dict) else []
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:

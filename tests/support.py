@@ -29,6 +29,11 @@ class Recorder(Generic[M]):
     def tell(self, message: M, /) -> None:
         self.messages.append(message)
 
+    def take(self) -> list[M]:
+        """What has come since the last time."""
+        messages, self.messages = self.messages, []
+        return messages
+
 
 class VirtualClock:
     """Time that passes only when told to."""

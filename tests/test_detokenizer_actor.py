@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from support import Recorder
 
 from cuelight.actors.detokenizer.actor import Detokenizer
 from cuelight.messages.client import Chunk, End
@@ -13,20 +14,6 @@ from cuelight.messages.detokenizer import Open, RequestEnded, TokensReady
 from cuelight.messages.intake import Opened
 from cuelight.messages.request import FinishReason, RequestId, Usage
 from cuelight.messages.scheduler import StopMatched
-
-
-class Inbox:
-    """An address that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.messages: list[object] = []
-
-    def tell(self, message: object, /) -> None:
-        self.messages.append(message)
-
-    def take(self) -> list[object]:
-        messages, self.messages = self.messages, []
-        return messages
 
 
 def utf8(token_ids: Sequence[int]) -> str:
@@ -38,13 +25,13 @@ class Stage:
     """A detokenizer with its neighbours, and clients by request id."""
 
     def __init__(self) -> None:
-        self.scheduler = Inbox()
-        self.intake = Inbox()
-        self.clients: dict[int, Inbox] = {}
+        self.scheduler = Recorder[object]()
+        self.intake = Recorder[object]()
+        self.clients: dict[int, Recorder[object]] = {}
         self.actor = Detokenizer(utf8, self.scheduler)
 
-    def open(self, request_id: int, stop: tuple[str, ...] = (), min_tokens: int = 0) -> Inbox:
-        client = self.clients[request_id] = Inbox()
+    def open(self, request_id: int, stop: tuple[str, ...] = (), min_tokens: int = 0) -> Recorder[object]:
+        client = self.clients[request_id] = Recorder[object]()
         self.actor.handle(Open(RequestId(request_id), stop, min_tokens, client, self.intake))
         return client
 
@@ -186,9 +173,9 @@ def test_rule_57_a_flush_that_cannot_be_decoded_fails_its_request_alone() -> Non
         return utf8(token_ids)
 
     calls = 0
-    client = Inbox()
-    actor = Detokenizer(fails_at_length_two, Inbox())
-    actor.handle(Open(RequestId(1), ("bc",), 0, client, Inbox()))
+    client = Recorder[object]()
+    actor = Detokenizer(fails_at_length_two, Recorder[object]())
+    actor.handle(Open(RequestId(1), ("bc",), 0, client, Recorder[object]()))
     for byte in b"ab":
         actor.handle(TokensReady((RequestId(1),), (byte,)))
     actor.handle(RequestEnded(RequestId(1), FinishReason.LENGTH, Usage(output_tokens=2), 0.0, 0))

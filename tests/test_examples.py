@@ -8,23 +8,11 @@ import json
 import re
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Several threads of torch wait for each other at every product, which takes minutes where cores are shared."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
+from support import Recorder
 
 from cuelight.actors.intake.actor import INLINE_CHARS_MAX, Intake, IntakeInbox, Limits
 from cuelight.actors.intake.refusal import Refused
@@ -21,20 +22,6 @@ from cuelight.messages.scheduler import Abort, Admit
 
 LIMITS = Limits(vocab_size=128, context_length=1000, queue_limit=3)
 LONG = "x" * (INLINE_CHARS_MAX + 1)
-
-
-class Inbox:
-    """An address that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.messages: list[object] = []
-
-    def tell(self, message: object, /) -> None:
-        self.messages.append(message)
-
-    def take(self) -> list[object]:
-        messages, self.messages = self.messages, []
-        return messages
 
 
 class Encoder:
@@ -85,7 +72,7 @@ class Surroundings:
     """The part of a context that intake uses."""
 
     def __init__(self, seed: int = 1) -> None:
-        self.ref = Inbox()
+        self.ref = Recorder[object]()
         self.chance = random.Random(seed)
         self.tokenizing = Worker(self.ref.tell)
 
@@ -100,7 +87,7 @@ class Stage:
     def __init__(self, *, token_capacity: int = 500, limits: Limits = LIMITS, seed: int = 1) -> None:
         self.surroundings = Surroundings(seed)
         self.encoder = Encoder()
-        self.scheduler, self.detokenizer, self.observer = Inbox(), Inbox(), Inbox()
+        self.scheduler, self.detokenizer, self.observer = Recorder[object](), Recorder[object](), Recorder[object]()
         context = cast(Context[IntakeInbox], self.surroundings)
         self.actor = Intake(context, self.encoder, limits, self.scheduler, self.detokenizer, self.observer)
         self.surroundings.tokenizing.post = self.actor.handle
@@ -108,8 +95,8 @@ class Stage:
             self.actor.handle(Serving(token_capacity))
             self.observer.take()
 
-    def submit(self, request_id: int, prompt: Prompt = "hi", sampling: Sampling | None = None) -> Inbox:
-        client = Inbox()
+    def submit(self, request_id: int, prompt: Prompt = "hi", sampling: Sampling | None = None) -> Recorder[object]:
+        client = Recorder[object]()
         self.actor.handle(Submit(RequestId(request_id), prompt, sampling or Sampling(seed=5), client))
         return client
 
@@ -131,7 +118,7 @@ def stage() -> Stage:
     return Stage()
 
 
-def refusal_of(client: Inbox) -> Refusal:
+def refusal_of(client: Recorder[object]) -> Refusal:
     (rejected,) = client.take()
     assert isinstance(rejected, Rejected)
     assert rejected.reason

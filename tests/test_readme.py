@@ -35,17 +35,6 @@ def blocks() -> Iterator[tuple[str, CodeType]]:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Several threads of torch wait for each other at every product, which takes minutes where cores are shared."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
 def logging_as_before() -> Iterator[None]:
     logger = logging.getLogger("cuelight")
     level, handlers = logger.level, list(logging.root.handlers)

@@ -262,9 +262,9 @@ class Scheduler(Actor[SchedulerMessage]):
             request.block_ids.clear()
             chunks.append(executor.Chunk(request.request_id, count))
             request.scheduled += count
-            samples = request.scheduled == len(request.token_ids) + request.pending
-            request.pending += samples
-            flight.append(Planned(request, count, request.incarnation, samples))
+            if request.scheduled == len(request.token_ids) + request.pending:
+                request.pending += 1  # this chunk samples
+            flight.append(Planned(request, count, request.incarnation))
         self._step += 1
         self._in_flight.append((self._step, flight))
         self._to.executor.tell(

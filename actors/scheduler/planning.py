@@ -15,7 +15,6 @@ class Planned(NamedTuple):
     request: Tracked
     token_count: int
     incarnation: int
-    samples: bool
 
 
 def plan_step(running: Iterable[Tracked], token_budget: int) -> list[tuple[Tracked, int]]:

@@ -17,7 +17,13 @@ class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str
 
 
-Prompt: TypeAlias = str | tuple[Turn, ...] | tuple[int, ...]
+class Conversation(msgspec.Struct, frozen=True, tag=True):
+    """A chat as far as it has come: the assistant's answer is what comes next."""
+
+    turns: tuple[Turn, ...]
+
+
+Prompt: TypeAlias = str | Conversation | tuple[int, ...]
 """Text, a conversation, or token ids."""
 
 

@@ -52,6 +52,17 @@ def _parser() -> argparse.ArgumentParser:
     fetch = commands.add_parser("pull", help="fetch and prepare a model", description=_pull.__doc__)
     fetch.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="NAME", help=MODEL_HELP)
     fetch.set_defaults(run=_pull)
+
+    again = commands.add_parser("replay", help="feed a journal to one actor again", description=_replay.__doc__)
+    again.add_argument("journal", metavar="FILE", help="what an engine with journal=FILE has recorded")
+    again.add_argument("--actor", required=True, help="whose inbox: intake, scheduler, cache, executor or detokenizer")
+    again.set_defaults(run=_replay)
+
+    trial = commands.add_parser("simulate", help="run the engine's cast from seeds", description=_simulate.__doc__)
+    trial.add_argument("--seeds", type=int, default=100, help="how many histories (default: %(default)s)")
+    trial.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
+    trial.add_argument("--requests", type=int, default=12, help="requests in each (default: %(default)s)")
+    trial.set_defaults(run=_simulate)
     return parser
 
 
@@ -79,6 +90,20 @@ def _chat(arguments: argparse.Namespace) -> int:
 
     converse(Engine(folder), new_chat, question)
     return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    """Feed one actor the inbox that a journal recorded, and show the first message in which it differs."""
+    from cuelight.replay import replay
+
+    return replay(arguments.journal, arguments.actor)
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    """Run the engine's actors, without weights, through histories drawn from seeds, and check each history."""
+    from cuelight.simulate import simulate
+
+    return simulate(range(arguments.first, arguments.first + arguments.seeds), requests=arguments.requests)
 
 
 def _question(prompt: str | None) -> str | None:

@@ -24,7 +24,7 @@ from cuelight.client import REFUSALS, Inbox, Result, Stream, open_stream
 from cuelight.config import EngineConfig, EngineOptions, SamplingOptions
 from cuelight.conversation import Chat
 from cuelight.ensemble import Ensemble, casting, gather, roles
-from cuelight.kernel import ActorCrashed, System, Worker, get_logger
+from cuelight.kernel import ActorCrashed, System, WorkerThread, get_logger
 from cuelight.messages import observer
 from cuelight.messages.intake import Cancel, Submit
 from cuelight.messages.request import Prompt, RequestId, Sampling
@@ -331,7 +331,7 @@ async def _in_thread(work: Callable[[], T]) -> T:
         if not outcome.done():
             put()
 
-    worker = Worker[Callable[[], None]]("cuelight load", settle, loop)
+    worker = WorkerThread[Callable[[], None]]("cuelight load", settle, loop)
     worker.submit(
         work,
         done=lambda result: partial(outcome.set_result, result),

@@ -15,7 +15,7 @@ from cuelight.actors.intake.refusal import Refused
 from cuelight.config import EngineConfig, EngineOptions, ModelFacts
 from cuelight.engine import Engine
 from cuelight.ensemble import Ensemble
-from cuelight.messages.request import Prompt, Refusal, Turn
+from cuelight.messages.request import Conversation, Prompt, Refusal
 
 END_TOKEN: Final = 256
 """The stub's end token, the only one that is no byte. The default `next_token` never gives it."""
@@ -50,13 +50,12 @@ def encode(prompt: Prompt) -> tuple[int, ...]:
     check_text(prompt)
     if isinstance(prompt, str):
         return tuple(prompt.encode())
-    turns = [item for item in prompt if isinstance(item, Turn)]
-    if not turns:
-        return tuple([item for item in prompt if isinstance(item, int)])
-    for turn in turns:
+    if not isinstance(prompt, Conversation):
+        return prompt
+    for turn in prompt.turns:
         if turn.role not in ROLES:
             raise Refused(Refusal.BAD_MESSAGE, f"the stub's chat template knows no role {turn.role!r}")
-    return tuple("".join([f"{turn.role}: {turn.content}\n" for turn in turns]).encode() + b"assistant: ")
+    return tuple("".join([f"{turn.role}: {turn.content}\n" for turn in prompt.turns]).encode() + b"assistant: ")
 
 
 def decode(token_ids: Sequence[int]) -> str:

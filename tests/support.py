@@ -11,7 +11,7 @@ from cuelight.actors.cache.actor import CacheManager
 from cuelight.actors.executor.actor import Executor
 from cuelight.actors.executor.stub import StubDevice, hashed_token
 from cuelight.actors.scheduler.actor import Limits, Neighbours, Scheduler
-from cuelight.kernel import Actor
+from cuelight.kernel import Actor, Timer
 from cuelight.messages import detokenizer, intake, observer
 from cuelight.messages.request import FinishReason, RequestId, Sampling
 from cuelight.messages.scheduler import Abort, Admit, StopMatched
@@ -43,6 +43,9 @@ class VirtualClock:
 
     def now(self) -> float:
         return self.seconds
+
+    def call_later(self, delay: float, callback: Callable[[], object], /) -> Timer:
+        raise NotImplementedError("no test needs timers on this clock")
 
 
 class Stage:

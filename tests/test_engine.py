@@ -31,7 +31,7 @@ from cuelight.config import EngineConfig, EngineOptions, ModelFacts
 from cuelight.ensemble import Ensemble
 from cuelight.kernel import ActorCrashed
 from cuelight.messages.intake import Finished
-from cuelight.messages.request import FinishReason, RequestId, Turn, Usage
+from cuelight.messages.request import Conversation, FinishReason, RequestId, Turn, Usage
 from cuelight.testing import END_TOKEN, decode, encode, next_letter, stub_engine
 
 NET_SECONDS = 240.0
@@ -178,7 +178,7 @@ async def test_a_slow_reader_gets_larger_chunks() -> None:
 )
 async def test_a_prompt_is_text_messages_or_token_ids(prompt: object) -> None:
     as_messages = (
-        tuple(t if isinstance(t, Turn) else Turn(**t) for t in prompt)
+        Conversation(tuple(t if isinstance(t, Turn) else Turn(**t) for t in prompt))
         if not isinstance(prompt, str) and isinstance(prompt[0], dict | Turn)
         else prompt
         if isinstance(prompt, str)
@@ -1105,10 +1105,10 @@ async def test_the_first_error_of_many_cancels_the_rest() -> None:
 # Conversations.
 
 
-def conversation(*turns: str, system: str | None = None) -> tuple[Turn, ...]:
+def conversation(*turns: str, system: str | None = None) -> Conversation:
     """Turns by user and assistant in alternation."""
     spoken = [Turn(("user", "assistant")[n % 2], text) for n, text in enumerate(turns)]
-    return (*([] if system is None else [Turn("system", system)]), *spoken)
+    return Conversation((*([] if system is None else [Turn("system", system)]), *spoken))
 
 
 async def test_a_chat_remembers_and_its_prefix_is_cached() -> None:

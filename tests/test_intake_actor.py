@@ -17,7 +17,7 @@ from cuelight.messages.client import Accepted, Rejected
 from cuelight.messages.detokenizer import Open, RequestEnded
 from cuelight.messages.intake import Cancel, Finished, Opened, Serving, Submit
 from cuelight.messages.observer import Ready
-from cuelight.messages.request import FinishReason, Prompt, Refusal, RequestId, Sampling, Turn, Usage
+from cuelight.messages.request import Conversation, FinishReason, Prompt, Refusal, RequestId, Sampling, Turn, Usage
 from cuelight.messages.scheduler import Abort, Admit
 
 LIMITS = Limits(vocab_size=128, context_length=1000, queue_limit=3)
@@ -36,7 +36,7 @@ class Encoder:
             if "broken" in prompt:
                 raise RuntimeError("tokenizer bug")
             return tuple(map(ord, prompt))
-        if isinstance(prompt[0], Turn):
+        if isinstance(prompt, Conversation):
             raise Refused(Refusal.BAD_MESSAGE, "no template")
         return cast(tuple[int, ...], prompt)
 
@@ -191,8 +191,8 @@ def test_refused_requests_do_not_count(stage: Stage) -> None:
         ((True,), Sampling(), Refusal.WRONG_TYPE),
         ((0, 128), Sampling(), Refusal.TOKEN_OUT_OF_RANGE),
         ("é", Sampling(), Refusal.TOKEN_OUT_OF_RANGE),
-        ((Turn("user", "x"),), Sampling(), Refusal.BAD_MESSAGE),
-        ((Turn("", "x"),), Sampling(), Refusal.BAD_MESSAGE),
+        (Conversation((Turn("user", "x"),)), Sampling(), Refusal.BAD_MESSAGE),
+        (Conversation((Turn("", "x"),)), Sampling(), Refusal.BAD_MESSAGE),
         ("hi", Sampling(max_tokens="3"), Refusal.WRONG_TYPE),  # type: ignore[arg-type]
         ("hi", Sampling(temperature=-1), Refusal.BAD_SAMPLING),
         ("hi", Sampling(stop_token_ids=(128,)), Refusal.TOKEN_OUT_OF_RANGE),

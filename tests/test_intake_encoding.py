@@ -22,14 +22,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from cuelight.actors.intake.refusal import Refused
 from cuelight.actors.intake.token_length import TextBound, text_bound
 from cuelight.actors.intake.tokenizer import PromptEncoder
-from cuelight.messages.request import Refusal, Turn
+from cuelight.messages.request import Conversation, Prompt, Refusal, Turn
 
 TEMPLATE = (
     "{%- for message in messages %}{%- if message.role == 'tool' %}{{ raise_exception('no tools here') }}{%- endif %}"
     "<turn>{{ message.role }}: {{ message.content | trim }}{%- endfor %}"
     "{%- if add_generation_prompt %}<turn>assistant:{%- endif %}"
 )
-CHAT = (Turn("system", "be brief"), Turn("user", " two ships? <turn> naïve 😀 "))
+CHAT = Conversation((Turn("system", "be brief"), Turn("user", " two ships? <turn> naïve 😀 ")))
 TEXTS = ["hello world", "", "  spaces\n\t", "día 😀 日本", "a<turn>b<start>", "2026"]
 PLENTY = 10_000
 
@@ -59,7 +59,7 @@ def test_text_is_encoded_as_transformers_does(text: str) -> None:
 
 
 def test_a_conversation_goes_through_the_template_to_where_the_assistant_speaks() -> None:
-    messages = [{"role": turn.role, "content": turn.content} for turn in CHAT]
+    messages = [{"role": turn.role, "content": turn.content} for turn in CHAT.turns]
     expected = reference().apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     token_ids = PromptEncoder(reference()).encode(CHAT, PLENTY)
     assert token_ids == tuple(expected)
@@ -81,14 +81,14 @@ def test_a_tokenizers_own_truncation_and_padding_are_not_applied() -> None:
 @pytest.mark.parametrize(
     ("encoder", "prompt", "refusal", "words"),
     [
-        (PromptEncoder(reference()), (Turn("tool", "x"),), Refusal.BAD_MESSAGE, "no tools here"),
+        (PromptEncoder(reference()), Conversation((Turn("tool", "x"),)), Refusal.BAD_MESSAGE, "no tools here"),
         (PromptEncoder(reference("{{ nothing.at.all }}")), CHAT, Refusal.BAD_MESSAGE, "'nothing' is undefined"),
         (PromptEncoder(reference(None)), CHAT, Refusal.BAD_MESSAGE, "has no chat template"),
         (PromptEncoder(reference()), "\ud800", Refusal.BAD_PROMPT, "lone surrogate"),
-        (PromptEncoder(reference()), (Turn("user", "\ud800"),), Refusal.BAD_PROMPT, "lone surrogate"),
+        (PromptEncoder(reference()), Conversation((Turn("user", "\ud800"),)), Refusal.BAD_PROMPT, "lone surrogate"),
     ],
 )
-def test_refusals(encoder: PromptEncoder, prompt: str | tuple[Turn, ...], refusal: Refusal, words: str) -> None:
+def test_refusals(encoder: PromptEncoder, prompt: Prompt, refusal: Refusal, words: str) -> None:
     with pytest.raises(Refused) as caught:
         encoder.encode(prompt, PLENTY)
     assert caught.value.refusal is refusal
@@ -99,7 +99,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
     encoder = PromptEncoder(reference())
     longest = max(map(len, byte_level().get_vocab()))
     assert len(encoder.encode("<start>" * 10, 10)) == 11, "one that might have fitted is encoded"
-    for prompt in ("x" * (10 * longest + 1), (Turn("user", "x" * (10 * longest + 1)),)):
+    for prompt in ("x" * (10 * longest + 1), Conversation((Turn("user", "x" * (10 * longest + 1)),))):
         with pytest.raises(Refused, match="cannot fit the 10 tokens") as caught:
             encoder.encode(prompt, 10)
         assert caught.value.refusal is Refusal.PROMPT_TOO_LONG
@@ -178,10 +178,10 @@ def test_the_default_models_prompts(model_folder: Path) -> None:
         assert encoder.encode(text, PLENTY) == tuple(tokenizer(text).input_ids)
     for chat in (
         CHAT,
-        (Turn("user", "hi"),),
-        (Turn("user", "hi"), Turn("assistant", "ho"), Turn("user", "<|im_end|>")),
+        Conversation((Turn("user", "hi"),)),
+        Conversation((Turn("user", "hi"), Turn("assistant", "ho"), Turn("user", "<|im_end|>"))),
     ):
-        messages = [{"role": turn.role, "content": turn.content} for turn in chat]
+        messages = [{"role": turn.role, "content": turn.content} for turn in chat.turns]
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert encoder.encode(chat, PLENTY) == tuple(expected)
     with pytest.raises(Refused, match="cannot fit"):

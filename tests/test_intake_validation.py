@@ -13,7 +13,7 @@ import pytest
 from cuelight.actors.intake.prompts import check_text, check_token_ids, parse_prompt, text_length
 from cuelight.actors.intake.refusal import Refused, UnknownOption
 from cuelight.actors.intake.validation import check_sampling, parse_sampling
-from cuelight.messages.request import Refusal, Sampling, Turn
+from cuelight.messages.request import Conversation, Prompt, Refusal, Sampling, Turn
 
 VOCAB_SIZE = 100
 
@@ -29,11 +29,12 @@ class Name(str):
         ("", ""),
         ([1, 2], (1, 2)),
         ((np.int64(3), 4), (3, 4)),
-        ([{"role": "user", "content": ""}], (Turn("user", ""),)),
+        ([{"role": "user", "content": ""}], Conversation((Turn("user", ""),))),
         (
             (Turn("system", "s"), MappingProxyType({"content": "c", "role": "user"})),
-            (Turn("system", "s"), Turn("user", "c")),
+            Conversation((Turn("system", "s"), Turn("user", "c"))),
         ),
+        (Conversation((Turn("user", "c"),)), Conversation((Turn("user", "c"),))),
     ],
 )
 def test_prompts(raw: object, prompt: object) -> None:
@@ -69,6 +70,10 @@ def test_prompts(raw: object, prompt: object) -> None:
             Refusal.BAD_MESSAGE,
             "content of message 0 is of type list",
         ),
+        (Conversation(()), Refusal.EMPTY_PROMPT, "empty"),
+        (Conversation(5), Refusal.WRONG_TYPE, "type int"),  # type: ignore[arg-type]
+        (Conversation((1, 2)), Refusal.WRONG_TYPE, "message 0 is of type int"),  # type: ignore[arg-type]
+        (Conversation((Turn("", "x"),)), Refusal.BAD_MESSAGE, "role of message 0 is empty"),
         ((Turn("user", 5),), Refusal.BAD_MESSAGE, "content of message 0 is of type int"),  # type: ignore[arg-type]
     ],
 )
@@ -83,11 +88,11 @@ def test_prompts_refused(raw: object, refusal: Refusal, words: str) -> None:
     ("prompt", "where"),
     [
         ("ok \ud83d", "the prompt has a lone surrogate at character 3"),
-        ((Turn("user", "ok"), Turn("user", "\udc00")), "the content of message 1"),
-        ((Turn("\udc00", "ok"),), "the role of message 0"),
+        (Conversation((Turn("user", "ok"), Turn("user", "\udc00"))), "the content of message 1"),
+        (Conversation((Turn("\udc00", "ok"),)), "the role of message 0"),
     ],
 )
-def test_lone_surrogates_are_refused(prompt: str | tuple[Turn, ...], where: str) -> None:
+def test_lone_surrogates_are_refused(prompt: Prompt, where: str) -> None:
     with pytest.raises(Refused, match=where) as caught:
         check_text(prompt)
     assert caught.value.refusal is Refusal.BAD_PROMPT
@@ -95,7 +100,7 @@ def test_lone_surrogates_are_refused(prompt: str | tuple[Turn, ...], where: str)
 
 def test_whole_characters_of_every_kind_are_text() -> None:
     check_text("a\x00é😀\U0010ffff\n")
-    check_text((Turn("user", "日本"),))
+    check_text(Conversation((Turn("user", "日本"),)))
     check_text((1, 2))
 
 
@@ -108,9 +113,10 @@ def test_token_ids_outside_the_vocabulary_are_named(bad: int) -> None:
 
 
 def test_text_length_grows_with_what_there_is_to_tokenize() -> None:
+    turn = Turn("user", "x")
     assert text_length("12345") == 5
     assert text_length((1, 2, 3)) == 0
-    assert text_length((Turn("user", "x"),) * 10) > text_length((Turn("user", "x"),)) > 1
+    assert text_length(Conversation((turn,) * 10)) > text_length(Conversation((turn,))) > 1
 
 
 ACCEPTED: list[tuple[Mapping[str, object], Mapping[str, object]]] = [

@@ -31,7 +31,7 @@ from cuelight.kernel import (
     Part,
     Role,
     System,
-    Worker,
+    WorkerThread,
     ask,
     get_logger,
 )
@@ -135,7 +135,7 @@ def part(
     return Part(playing, build)
 
 
-def mailbox(capacity: int = 4) -> tuple[Mailbox[Note | Urgent], VirtualClock]:
+def mailbox(capacity: int = 4) -> tuple[Mailbox, VirtualClock]:
     clock = VirtualClock()
     return Mailbox("box", capacity, frozenset({Note, Urgent}), frozenset({Urgent}), clock), clock
 
@@ -147,13 +147,13 @@ def test_a_mailbox_holds_its_capacity_and_no_more() -> None:
     box, _ = mailbox(capacity=3)
     box.put(Note(0))
     box.put(Urgent(1))
-    box.put_private("anything")
-    for put in (lambda: box.put(Note(3)), lambda: box.put(Urgent(3)), lambda: box.put_private("more")):
+    box.post("anything")
+    for put in (lambda: box.put(Note(3)), lambda: box.put(Urgent(3)), lambda: box.post("more")):
         with pytest.raises(MailboxFull, match="box already has 3"):
             put()
-    assert box.take() == Urgent(1)
+    assert box.take()[2] == Urgent(1)
     box.put(Note(3))
-    assert [box.take() for _ in range(3)] == [Note(0), "anything", Note(3)]
+    assert [box.take()[2] for _ in range(3)] == [Note(0), "anything", Note(3)]
     assert len(box) == 0
 
 
@@ -168,7 +168,7 @@ def test_urgent_messages_overtake_and_each_lane_keeps_its_order() -> None:
             box.put(message)
             lane.append(message)
         else:
-            assert box.take() is (urgent or ordinary).popleft()
+            assert box.take()[2] is (urgent or ordinary).popleft()
 
 
 def test_a_mailbox_counts_on_the_clock_it_is_given() -> None:
@@ -180,9 +180,9 @@ def test_a_mailbox_counts_on_the_clock_it_is_given() -> None:
     box.put(Urgent(1))
     clock.seconds = 12.5
     assert box.statistics().oldest_age_seconds == 2.5
-    box.take()
+    box.take()[2]
     assert box.statistics().oldest_age_seconds == 2.5  # the ordinary one still waits
-    box.take()
+    box.take()[2]
     box.put(Urgent(2))
     clock.seconds = 13.0
     figures = box.statistics()
@@ -200,7 +200,7 @@ def test_a_closed_mailbox_counts_what_it_drops(drop: bool) -> None:
     assert len(box) == (0 if drop else 2)
     for _ in range(5):  # dropped without complaint, far beyond the capacity
         box.put(Note(2))
-    box.put_private("late")
+    box.post("late")
     assert box.statistics().dropped == (8 if drop else 6)
     with pytest.raises(NotAccepted):
         box.put("still the sender's mistake")  # type: ignore[arg-type]
@@ -614,9 +614,9 @@ async def test_a_system_that_nobody_stops_ends_with_its_loop() -> None:
 # Workers.
 
 
-def _worker(loop: asyncio.AbstractEventLoop) -> tuple[Worker[object], Recorder[object]]:
+def _worker(loop: asyncio.AbstractEventLoop) -> tuple[WorkerThread[object], Recorder[object]]:
     heard: Recorder[object] = Recorder()
-    return Worker("test worker", heard.tell, loop), heard
+    return WorkerThread("test worker", heard.tell, loop), heard
 
 
 @on_each_loop
@@ -629,7 +629,7 @@ async def test_a_worker_keeps_the_order_and_posts_from_the_loop() -> None:
         heard.append(message)
         threads[-1] = (threads[-1][0], threading.get_ident())
 
-    worker: Worker[object] = Worker("test worker", post, asyncio.get_running_loop())
+    worker: WorkerThread[object] = WorkerThread("test worker", post, asyncio.get_running_loop())
 
     def work(number: int) -> int:
         threads.append((threading.get_ident(), 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeAlias, TypeVar, assert_never
@@ -20,33 +21,44 @@ B = TypeVar("B")
 log = get_logger("cuelight.executor")
 
 
-class _Loaded(msgspec.Struct, Generic[B], frozen=True):
-    device: Device[B]
+class _Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The device is there."""
+
+    block_count: int
+    block_size: int
 
 
-class _LoadFailed(msgspec.Struct, frozen=True):
-    error: Exception
+class _LoadFailed(msgspec.Struct, frozen=True, tag=True):
+    """There will be no device."""
+
+    error: str
 
 
-class _Prepared(msgspec.Struct, Generic[B], frozen=True):
+class _Prepared(msgspec.Struct, frozen=True, tag=True):
+    """The step's batch is laid out, behind those of the steps before."""
+
     step: ExecuteStep
-    batch: B
 
 
-class _Ended(msgspec.Struct, frozen=True):
-    step: ExecuteStep
+class _Ended(msgspec.Struct, frozen=True, tag=True):
+    """The step is over; the answer is due."""
+
+    reply_to: Address[StepDone | StepFailed]
     outcome: StepDone | StepFailed
 
 
-ExecutorInbox: TypeAlias = ExecuteStep | _Loaded[B] | _LoadFailed | _Prepared[B] | _Ended
+ExecutorInbox: TypeAlias = ExecuteStep | _Loaded | _LoadFailed | _Prepared | _Ended
 
 
-class Executor(Actor[ExecutorInbox[B]]):
-    """Two threads in a row: while the device runs one step, the next one's batch is prepared."""
+class Executor(Generic[B], Actor[ExecutorInbox]):
+    """Two threads in a row: while the device runs one step, the next one's batch is prepared.
+
+    The device and its batches stay with the threads; the handlers see neither, so a recorded inbox replays without.
+    """
 
     def __init__(
         self,
-        context: Context[ExecutorInbox[B]],
+        context: Context[ExecutorInbox],
         load: Callable[[], Device[B]],
         scheduler: Address[ExecutorReady],
         observer: Address[LoadFailed],
@@ -54,41 +66,52 @@ class Executor(Actor[ExecutorInbox[B]]):
         self._load = load
         self._scheduler = scheduler
         self._observer = observer
-        self._preparing: Worker[ExecutorInbox[B]] = context.worker("prepare")
-        self._running: Worker[ExecutorInbox[B]] = context.worker("device")
+        self._preparing: Worker[ExecutorInbox] = context.worker("prepare")
+        self._running: Worker[ExecutorInbox] = context.worker("device")
         self._device: Device[B] | None = None
+        self._batches: deque[B] = deque()
         self._void_epoch = -1
 
     def started(self) -> None:
-        self._running.submit(self._load, done=_Loaded, failed=_LoadFailed)
+        self._running.submit(self._load_device, done=lambda loaded: loaded, failed=_load_failure)
 
-    def handle(self, message: ExecutorInbox[B]) -> None:
+    def handle(self, message: ExecutorInbox) -> None:
         match message:
             case ExecuteStep():
-                assert self._device is not None, "no step is sent before ExecutorReady"
                 self._preparing.submit(
-                    partial(self._device.prepare, message),
-                    done=partial(_Prepared, message),
+                    partial(self._prepare, message),
+                    done=lambda _: _Prepared(message),
                     failed=partial(self._failure, message),
                 )
-            case _Prepared(step, batch):
+            case _Prepared(step):
                 self._running.submit(
-                    partial(self._run, step, batch), done=partial(_Ended, step), failed=partial(self._failure, step)
+                    partial(self._run, step),
+                    done=partial(_Ended, step.reply_to),
+                    failed=partial(self._failure, step),
                 )
-            case _Ended(step, outcome):
-                step.reply_to.tell(outcome)
-            case _Loaded(device):
-                self._device = device
-                self._scheduler.tell(ExecutorReady(device.block_count, device.block_size))
+            case _Ended(reply_to, outcome):
+                reply_to.tell(outcome)
+            case _Loaded(block_count, block_size):
+                self._scheduler.tell(ExecutorReady(block_count, block_size))
             case _LoadFailed(error):
-                log.error("load_failed", error=repr(error))
-                self._observer.tell(LoadFailed(str(error) or repr(error)))
+                self._observer.tell(LoadFailed(error))
             case _:
                 assert_never(message)
 
-    def _run(self, step: ExecuteStep, batch: B) -> StepDone | StepFailed:
+    def _load_device(self) -> _Loaded:
+        """On the device thread."""
+        device = self._device = self._load()
+        return _Loaded(device.block_count, device.block_size)
+
+    def _prepare(self, step: ExecuteStep) -> None:
+        """On the thread beside it."""
+        assert self._device is not None, "no step is sent before ExecutorReady"
+        self._batches.append(self._device.prepare(step))
+
+    def _run(self, step: ExecuteStep) -> StepDone | StepFailed:
         """On the device thread. After a failed step the rest of its epoch stands on sand and is not run."""
         assert self._device is not None
+        batch = self._batches.popleft()
         if step.epoch == self._void_epoch:
             return StepFailed(step.epoch, step.step, "an earlier step of this epoch failed")
         try:
@@ -101,4 +124,10 @@ class Executor(Actor[ExecutorInbox[B]]):
         """On the thread that failed."""
         self._void_epoch = step.epoch
         log.error("step_raised", epoch=step.epoch, step=step.step, exc_info=error)
-        return _Ended(step, StepFailed(step.epoch, step.step, repr(error)))
+        return _Ended(step.reply_to, StepFailed(step.epoch, step.step, repr(error)))
+
+
+def _load_failure(error: Exception) -> _LoadFailed:
+    """On the device thread."""
+    log.error("load_failed", error=repr(error))
+    return _LoadFailed(str(error) or repr(error))

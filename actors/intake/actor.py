@@ -137,7 +137,7 @@ class Intake(Actor[IntakeInbox]):
         assert request_id not in self._ledger, f"request {request_id} is submitted twice"
         try:
             self._check_room()
-            if isinstance(submit.prompt, tuple) and submit.prompt and isinstance(submit.prompt[0], int):
+            if isinstance(submit.prompt, tuple):
                 self._check_length(len(submit.prompt))  # before millions of ids are looked at one by one
             prompt = parse_prompt(submit.prompt)
             sampling = check_sampling(submit.sampling, self._limits.vocab_size)

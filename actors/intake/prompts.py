@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import TypeGuard
 
 from cuelight.actors.intake.refusal import Refused, kind, number
-from cuelight.messages.request import Prompt, Refusal, Turn
+from cuelight.messages.request import Conversation, Prompt, Refusal, Turn
 
 _FORMS = "a prompt is text, a list of messages or a list of token ids"
 _KEYS = ("role", "content")
@@ -15,19 +15,22 @@ _TEMPLATE_CHARS = 24  # about what a chat template writes around one message
 
 
 def parse_prompt(raw: object) -> Prompt:
-    """Turn what a caller wrote into a prompt: text, a list of messages (mappings or turns), or a list of token ids.
+    """Turn what a caller wrote into a prompt: text, a conversation, a list of messages (mappings or turns) for one, or
+    a list of token ids.
 
     Raises `Refused`: EMPTY_PROMPT for an empty list, BAD_MESSAGE for a message that is not a role and a content,
     WRONG_TYPE for anything else. Text that may have no tokens, and the range of ids, are not looked at here.
     """
     if isinstance(raw, str):
         return raw
+    if isinstance(raw, Conversation):
+        return Conversation(_turns(raw.turns))
     if not isinstance(raw, list | tuple):
         raise Refused(Refusal.WRONG_TYPE, f"{_FORMS}, not {kind(raw)}")
     if not raw:
         raise Refused(Refusal.EMPTY_PROMPT, "the prompt is empty")
     if isinstance(raw[0], Mapping | Turn):
-        return tuple([_turn(index, item) for index, item in enumerate(raw)])
+        return Conversation(_turns(raw))
     return _token_ids(raw)
 
 
@@ -43,18 +46,19 @@ def check_text(prompt: Prompt) -> None:
     """Raise `Refused` for text that has no UTF-8 form: a tokenizer could not read it."""
     if isinstance(prompt, str):
         _check_encodable(prompt, "the prompt")
-        return
-    for index, item in enumerate(prompt):
-        if isinstance(item, Turn):
-            _check_encodable(item.role, f"the role of message {index}")
-            _check_encodable(item.content, f"the content of message {index}")
+    elif isinstance(prompt, Conversation):
+        for index, turn in enumerate(prompt.turns):
+            _check_encodable(turn.role, f"the role of message {index}")
+            _check_encodable(turn.content, f"the content of message {index}")
 
 
 def text_length(prompt: Prompt) -> int:
     """About how many characters there are to tokenize."""
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(_TEMPLATE_CHARS + len(item.content) for item in prompt if isinstance(item, Turn))
+    if isinstance(prompt, Conversation):
+        return sum(_TEMPLATE_CHARS + len(turn.content) for turn in prompt.turns)
+    return 0
 
 
 def _check_encodable(text: str, where: str) -> None:
@@ -84,6 +88,14 @@ def _token_ids(items: Sequence[object]) -> tuple[int, ...]:
 def _all_ints(items: Sequence[object]) -> TypeGuard[Sequence[int]]:
     """The usual case, of which there may be millions: no step of Python for each."""
     return set(map(type, items)) == {int}
+
+
+def _turns(items: object) -> tuple[Turn, ...]:
+    if not isinstance(items, list | tuple):
+        raise Refused(Refusal.WRONG_TYPE, f"a conversation is a list of messages, not {kind(items)}")
+    if not items:
+        raise Refused(Refusal.EMPTY_PROMPT, "the conversation is empty")
+    return tuple([_turn(index, item) for index, item in enumerate(items)])
 
 
 def _turn(index: int, item: object) -> Turn:

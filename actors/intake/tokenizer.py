@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from cuelight.actors.intake.prompts import check_text
 from cuelight.actors.intake.refusal import Refused
 from cuelight.actors.intake.token_length import text_bound
-from cuelight.messages.request import Prompt, Refusal, Turn
+from cuelight.messages.request import Conversation, Prompt, Refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,15 +51,14 @@ class PromptEncoder:
         check_text(prompt)
         if isinstance(prompt, str):
             return self._encode(prompt, token_limit, add_special_tokens=True)
-        turns = [item for item in prompt if isinstance(item, Turn)]
-        if not turns:
-            return tuple([item for item in prompt if isinstance(item, int)])
-        return self._encode(self._render(turns), token_limit, add_special_tokens=False)
+        if isinstance(prompt, Conversation):
+            return self._encode(self._render(prompt), token_limit, add_special_tokens=False)
+        return prompt
 
-    def _render(self, turns: list[Turn]) -> str:
+    def _render(self, conversation: Conversation) -> str:
         if self._tokenizer.chat_template is None:
             raise Refused(Refusal.BAD_MESSAGE, "this model has no chat template; give it text or token ids")
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        messages = [{"role": turn.role, "content": turn.content} for turn in conversation.turns]
         try:
             text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template is a program of its own and may raise anything

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import Protocol
+
+
+class Timer(Protocol):
+    """Something that will happen, unless cancelled first."""
+
+    def cancel(self) -> object:
+        """Let it not happen; harmless when it already has."""
 
 
 class Clock(Protocol):
@@ -12,9 +21,30 @@ class Clock(Protocol):
     def now(self) -> float:
         """Seconds since some fixed moment; never goes back."""
 
+    def call_later(self, delay: float, callback: Callable[[], object], /) -> Timer:
+        """Call back once, `delay` seconds from now."""
+
 
 class LoopClock:
-    """The event loop's own clock."""
+    """The machine's monotonic clock, with the event loop's timers."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.now = loop.time
+        self.now = time.monotonic  # uvloop's own clock stands still while a handler runs
+        self.call_later = loop.call_later
+
+
+class Moment:
+    """What a system's mailboxes and actors know of now: who acts, and when it began to.
+
+    Time stands still while a handler runs: it is when its message was delivered, so that a recorded inbox replays.
+    """
+
+    __slots__ = ("acting", "seconds")
+
+    def __init__(self) -> None:
+        self.acting = ""
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        """When the message being handled was delivered."""
+        return self.seconds

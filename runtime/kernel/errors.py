@@ -1,10 +1,14 @@
 """What can go wrong between actors.
 
 * KernelError
-  - NotAccepted    the sender's mistake: this actor's protocol has no such message
-  - MailboxFull    the edge's bound was broken: the protocol lacks back-pressure, or a client must be refused
-  - AskTimeout     no answer before the deadline
-  - ActorCrashed   a constructor or handler raised; the cause is chained
+  - NotAccepted      the sender's mistake: this actor's protocol has no such message
+  - NotSendable      the sender's mistake: what was to cross to a thread or process cannot be encoded
+    - MessageTooLarge  …or is larger than the placement lets pass
+  - MailboxFull      the edge's bound was broken: the protocol lacks back-pressure, or a client must be refused
+  - AskTimeout       no answer before the deadline
+  - ActorStopped     asked an actor that has stopped for good
+  - ActorCrashed     a constructor, hook or handler raised, or the actor's process died; the cause is chained
+  - JournalError     a file that is no journal, or that this program cannot read
 """
 
 from __future__ import annotations
@@ -18,6 +22,14 @@ class NotAccepted(KernelError, TypeError):
     """Raised at the sender: the message's type is not part of the receiver's protocol."""
 
 
+class NotSendable(KernelError, TypeError):
+    """Raised at the sender, or at the start for a `build` that no other process can import."""
+
+
+class MessageTooLarge(NotSendable):
+    """Raised at the sender: the encoded message is larger than the placement's `message_bytes_max`."""
+
+
 class MailboxFull(KernelError):
     """Raised at the sender: the receiver's mailbox holds as many messages as it may."""
 
@@ -26,11 +38,36 @@ class AskTimeout(KernelError, TimeoutError):
     """The actor did not answer in time."""
 
 
+class ActorStopped(KernelError):
+    """The actor has stopped for good and will never answer."""
+
+
 class ActorCrashed(KernelError):
-    """An actor's constructor or handler raised."""
+    """An actor's constructor, hook or handler raised, or the process it lived in died (`message_type` is "" then)."""
 
     def __init__(self, actor: str, message_type: str, error: BaseException) -> None:
-        super().__init__(f"actor {actor!r} crashed on {message_type}: {error!r}")
+        happened = f"crashed on {message_type}: {error!r}" if message_type else f"died: {error}"
+        super().__init__(f"actor {actor!r} {happened}")
         self.actor = actor
         self.message_type = message_type
         self.__cause__ = error
+
+    def __reduce__(self) -> tuple[type[ActorCrashed], tuple[str, str, BaseException | None]]:
+        return type(self), (self.actor, self.message_type, self.__cause__)
+
+
+class RemoteError(KernelError):
+    """What an actor raised on another thread or in another process, with its traceback there; or how that died."""
+
+    def __init__(self, error: str, trace: str = "") -> None:
+        super().__init__(error)
+        self.trace = trace
+        if trace:
+            self.add_note(trace)
+
+    def __reduce__(self) -> tuple[type[RemoteError], tuple[str, str]]:
+        return type(self), (str(self), self.trace)
+
+
+class JournalError(KernelError):
+    """The file is no journal, was written by another version, or does not hold what is asked of it."""

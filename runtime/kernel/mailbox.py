@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, TypeAlias
 
-from cuelight.kernel.clock import Clock
+from cuelight.kernel.clock import Clock, Moment
 from cuelight.kernel.errors import MailboxFull, NotAccepted
 
-M = TypeVar("M")
+OWN: Final = "(own)"
+"""The sender of what an actor's threads and timers post to it. Such messages die with the life that caused them."""
+
+Entry: TypeAlias = tuple[float, str, object]
+"""When it arrived, who sent it ("" is code outside the actors), and the message."""
 
 
 @dataclass(frozen=True)
 class MailboxStatistics:
-    """`length` and `peak` count messages, against `capacity`; `dropped` came after the actor had stopped."""
+    """`length` and `peak` count messages, against `capacity`; `dropped` came after the actor had stopped.
+
+    What an actor posts to itself is never refused, so the peak may be above the capacity by that much.
+    """
 
     length: int
     peak: int
@@ -29,78 +37,105 @@ class MailboxStatistics:
     dropped: int
 
 
-class Mailbox(Generic[M]):
+class Mailbox:
     """A bounded queue with one reader. Belongs to the event loop's thread; not thread-safe."""
 
     __slots__ = (
-        "_accepts",
-        "_clock",
         "_closed",
         "_delivered",
         "_dropped",
         "_lanes",
+        "_moment",
+        "_now",
         "_ordinary",
         "_peak",
         "_urgent",
         "_waiter",
         "capacity",
         "name",
+        "pack",
     )
 
     def __init__(
-        self, name: str, capacity: int, accepts: frozenset[type], urgent: frozenset[type], clock: Clock
+        self,
+        name: str,
+        capacity: int,
+        accepts: Iterable[type],
+        urgent: Iterable[type],
+        clock: Clock,
+        moment: Moment | None = None,
     ) -> None:
         assert capacity > 0, "a mailbox holds at least one message"
-        assert urgent <= accepts, "what is urgent must also be accepted"
         self.name = name
         self.capacity = capacity
-        self._accepts = accepts
-        self._clock = clock
-        self._urgent: deque[tuple[float, M]] = deque()
-        self._ordinary: deque[tuple[float, M]] = deque()
-        self._lanes = {kind: self._urgent if kind in urgent else self._ordinary for kind in accepts}
+        self.pack: Callable[[object], object] | None = None
+        """Turns a message into what the queue keeps of it; may raise, at the sender."""
+        self._moment = moment or Moment()
+        self._now = clock.now
+        self._urgent: deque[Entry] = deque()
+        self._ordinary: deque[Entry] = deque()
+        self._lanes = dict.fromkeys(accepts, self._ordinary)
+        for kind in urgent:
+            assert kind in self._lanes, "what is urgent must also be accepted"
+            self._lanes[kind] = self._urgent
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
         self._peak = 0
         self._delivered = 0
         self._dropped = 0
 
-    def put(self, message: M) -> None:
+    def put(self, message: object) -> None:
         """Queue a message for the actor; dropped, and counted, once the actor has stopped.
 
         Raises:
             NotAccepted: the actor's protocol has no message of this type.
             MailboxFull: `capacity` messages are waiting.
+            NotSendable: the actor lives elsewhere, and the message cannot go there.
         """
         lane = self._lanes.get(type(message))
         if lane is None:
             raise NotAccepted(f"{self.name} does not accept {type(message).__qualname__}")
-        self._append(lane, message)
+        if not self._closed and len(self._urgent) + len(self._ordinary) >= self.capacity:
+            raise MailboxFull(f"{self.name} already has {len(self)} messages waiting")
+        self._append(lane, message if self.pack is None else self.pack(message), self._moment.acting)
 
-    def put_private(self, message: M) -> None:
-        """Queue a message that the actor sends to itself; its type need not be in the protocol."""
-        self._append(self._ordinary, message)
+    def post(self, message: object, sender: str = OWN) -> None:
+        """Queue what the actor caused itself, or the kernel tells it: of any type, and never refused."""
+        self._append(self._lanes.get(type(message), self._ordinary), message, sender)
 
-    def _append(self, lane: deque[tuple[float, M]], message: M) -> None:
+    def _append(self, lane: deque[Entry], message: object, sender: str) -> None:
         if self._closed:
             self._dropped += 1
             return
+        lane.append((self._now(), sender, message))
         length = len(self._urgent) + len(self._ordinary)
-        if length >= self.capacity:
-            raise MailboxFull(f"{self.name} already has {length} messages waiting")
-        lane.append((self._clock.now(), message))
-        if length >= self._peak:
-            self._peak = length + 1
-        self._wake()
+        self._peak = max(self._peak, length)
+        if self._waiter is not None:
+            self.wake()
 
-    def take(self) -> M:
-        """The next message: the oldest urgent one, else the oldest. The mailbox must not be empty."""
+    def take(self) -> Entry:
+        """The next entry: the oldest urgent one, else the oldest. The mailbox must not be empty."""
         self._delivered += 1
-        return (self._urgent or self._ordinary).popleft()[1]
+        return (self._urgent or self._ordinary).popleft()
+
+    def put_back(self, entries: Iterable[Entry], *, urgent: bool) -> None:
+        """Return entries that were taken and never handled to the front of their lane, in order."""
+        returned = list(entries)
+        self._delivered -= len(returned)
+        (self._urgent if urgent else self._ordinary).extendleft(reversed(returned))
+
+    def begin_life(self) -> None:
+        """Forget what an earlier life's threads and timers have posted; everything else waits for the next one."""
+        for lane in (self._urgent, self._ordinary):
+            kept = [entry for entry in lane if entry[1] is not OWN]
+            if len(kept) < len(lane):
+                self._dropped += len(lane) - len(kept)
+                lane.clear()
+                lane.extend(kept)
 
     async def wait(self) -> None:
-        """Return when there is a message to take or the mailbox is closed."""
-        if len(self) or self._closed:
+        """Return when there is a message to take, the mailbox is closed, or someone called `wake`."""
+        if self._urgent or self._ordinary or self._closed:
             return
         assert self._waiter is None, "a mailbox has one reader"
         self._waiter = asyncio.get_running_loop().create_future()
@@ -109,23 +144,32 @@ class Mailbox(Generic[M]):
         finally:
             self._waiter = None
 
+    def wake(self) -> None:
+        """Let the reader look around."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
     def close(self, *, drop: bool) -> None:
         """Accept nothing more; with `drop`, forget what is waiting too."""
         self._closed = True
         if drop:
-            self._dropped += len(self)
+            self.count_dropped(len(self))
             self._urgent.clear()
             self._ordinary.clear()
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def count_dropped(self, count: int) -> None:
+        """Messages that nobody will handle."""
+        self._dropped += count
 
     @property
     def closed(self) -> bool:
         """Whether the mailbox has stopped accepting messages."""
         return self._closed
+
+    def is_urgent(self, kind: type) -> bool:
+        """Whether messages of this type overtake others."""
+        return self._lanes.get(kind) is self._urgent
 
     def __len__(self) -> int:
         return len(self._urgent) + len(self._ordinary)
@@ -137,7 +181,7 @@ class Mailbox(Generic[M]):
             length=len(self),
             peak=self._peak,
             capacity=self.capacity,
-            oldest_age_seconds=self._clock.now() - min(arrivals) if arrivals else 0.0,
+            oldest_age_seconds=self._now() - min(arrivals) if arrivals else 0.0,
             delivered=self._delivered,
             dropped=self._dropped,
         )

@@ -1,11 +1,13 @@
-"""A cast as data: who there is, what each accepts, and how each is built."""
+"""A cast as data: who there is, what each accepts, how each is built, where it lives and what follows its death."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import UnionType
-from typing import TYPE_CHECKING, Generic, TypeVar, get_args
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, Union, get_args, get_origin
+
+from cuelight.kernel.supervision import Fate
 
 if TYPE_CHECKING:
     from cuelight.kernel.actor import Actor, Context
@@ -26,9 +28,36 @@ class Role(Generic[M_contra]):
     capacity: int
     urgent: tuple[type, ...] = ()
 
-    def message_types(self) -> frozenset[type]:
-        """The members of the protocol."""
-        return frozenset(get_args(self.accepts) or (self.accepts,))
+    def message_types(self) -> tuple[type, ...]:
+        """The members of the protocol, as classes: those of a generic one take messages of any of its types."""
+        is_union = get_origin(self.accepts) in (UnionType, Union)
+        members = get_args(self.accepts) if is_union else (self.accepts,)
+        return tuple(get_origin(member) or member for member in members)
+
+
+@dataclass(frozen=True)
+class InLoop:
+    """The actor lives in its system's event loop: the default, and by far the fastest."""
+
+
+@dataclass(frozen=True)
+class OnThread:
+    """The actor lives in an event loop of its own, on a thread of its own. Messages cross as msgpack."""
+
+    message_bytes_max: int = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """The actor lives in a child process, started afresh; nothing is inherited. Messages cross as msgpack.
+
+    `build` must be a function, or a `functools.partial` of one, that another process can import.
+    """
+
+    message_bytes_max: int = 64 * 1024 * 1024
+
+
+Placement: TypeAlias = InLoop | OnThread | InProcess
 
 
 @dataclass(frozen=True)
@@ -37,3 +66,5 @@ class Part(Generic[M_contra]):
 
     role: Role[M_contra]
     build: Callable[[Context[object]], Actor[M_contra]]
+    fate: Fate = field(default_factory=Fate)
+    placement: Placement = field(default_factory=InLoop)

@@ -7,14 +7,26 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 M_contra = TypeVar("M_contra", contravariant=True)
 T = TypeVar("T")
 
 
-class Worker(Generic[M_contra]):
-    """Runs pieces of work one after another, in order, and posts each result to its actor as a message."""
+class Worker(Protocol[M_contra]):
+    """Blocking work for one actor, done one piece after another, in order, elsewhere than in its handlers."""
+
+    def submit(
+        self, work: Callable[[], T], done: Callable[[T], M_contra], failed: Callable[[Exception], M_contra]
+    ) -> None:
+        """Run `work()`; then the actor hears `done(result)`, or `failed(error)` if it raised."""
+
+    def close(self, *, drop: bool = False) -> None:
+        """Take no more work; end after what is queued (with `drop`, after what is being done)."""
+
+
+class WorkerThread(Generic[M_contra]):
+    """A worker with a thread of its own, which posts each result to the event loop."""
 
     def __init__(self, name: str, post: Callable[[M_contra], None], loop: asyncio.AbstractEventLoop) -> None:
         self._jobs: SimpleQueue[Callable[[], Callable[[], None]] | None] = SimpleQueue()
@@ -47,13 +59,18 @@ class Worker(Generic[M_contra]):
 
         Does not wait: see `ended`.
         """
-        self._drop = drop
+        self._drop = self._drop or drop
         self._jobs.put(None)
 
     async def ended(self) -> None:
         """Wait until the thread is gone."""
         await self._ended.wait()
         self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
 
     def _run(self) -> None:
         try:

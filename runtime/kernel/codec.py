@@ -1,0 +1,137 @@
+"""Messages as msgpack, each beside the name of its type; addresses within them as ids.
+
+Knows types and bytes. What an address's id means, and where bytes go, is its user's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from types import UnionType
+from typing import TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from cuelight.kernel.errors import NotAccepted, NotSendable
+from cuelight.kernel.ref import Address
+
+T = TypeVar("T")
+
+AddressId: TypeAlias = str | int
+Name: TypeAlias = str
+"""`module:qualified name` of a type."""
+
+
+def type_name(kind: type) -> Name:
+    """The name under which a type crosses. A program's main module is called so wherever it is loaded."""
+    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
+    return f"{module}:{kind.__qualname__}"
+
+
+def reachable(protocols: Iterable[object]) -> dict[Name, type]:
+    """The message types of these protocols, and those that the addresses in their fields take as answers.
+
+    Raises NotSendable for a type whose annotations cannot be resolved.
+    """
+    found: dict[Name, type] = {}
+    todo = list(protocols)
+    while todo:
+        for kind in members(todo.pop()):
+            if type_name(kind) not in found:
+                found[type_name(kind)] = kind
+                todo.extend(_answers(kind))
+    return found
+
+
+def members(protocol: object) -> Iterator[type]:
+    """The classes that a protocol, a union or a single type, is made of."""
+    if get_origin(protocol) in (UnionType, Union):
+        for member in get_args(protocol):
+            yield from members(member)
+    else:
+        kind = get_origin(protocol) or protocol
+        if isinstance(kind, type):
+            yield kind
+
+
+def _answers(kind: type) -> Iterator[object]:
+    """The protocols of the addresses among the fields of a message type."""
+    if kind.__module__ == "builtins":
+        return
+    try:
+        hints = get_type_hints(kind)
+    except Exception as error:  # whatever the names in an annotation make of being looked up
+        raise NotSendable(f"the annotations of {type_name(kind)} cannot be resolved: {error}") from error
+    todo = list(hints.values())
+    while todo:
+        hint = todo.pop()
+        if _is_address(hint):
+            yield from get_args(hint)
+        else:
+            todo.extend(get_args(hint))
+
+
+def _is_address(hint: object) -> bool:
+    return callable(getattr(get_origin(hint) or hint, "tell", None))
+
+
+class Codec:
+    """Encodes messages of any type, and decodes those of the types it was given.
+
+    `to_id` is asked what an address in a message crosses as, and `to_address` what an id stands for, with the types
+    that the address takes.
+    """
+
+    def __init__(
+        self,
+        types: dict[Name, type],
+        to_id: Callable[[Address[object]], AddressId],
+        to_address: Callable[[AddressId, tuple[type, ...]], Address[object]],
+    ) -> None:
+        self._types = types
+        self._to_address = to_address
+        self._decoders: dict[Name, msgspec.msgpack.Decoder[object]] = {}
+
+        def encode_other(value: object) -> AddressId:
+            if isinstance(value, Address):
+                return to_id(value)
+            raise NotSendable(f"a {type(value).__qualname__} cannot be encoded")
+
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_other)
+
+    def encode(self, message: object) -> bytes:
+        """The message without its type. Raises NotSendable."""
+        try:
+            return self._encoder.encode(message)
+        except NotSendable as error:
+            raise NotSendable(f"{type(message).__qualname__} cannot cross: {error}") from None
+        except Exception as error:  # a value that msgpack has no room for, or that raises when it is looked at
+            raise NotSendable(f"{type(message).__qualname__} cannot cross: {error!r}") from error
+
+    def decode(self, name: Name, body: bytes) -> object:
+        """The message of the type of this name.
+
+        Raises:
+            NotAccepted: no such type is among those given.
+            NotSendable: the type cannot be decoded, or the bytes do not fit it.
+        """
+        decoder = self._decoders.get(name) or self._decoder(name)
+        try:
+            return decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise NotSendable(f"these bytes are no {name}: {error}") from error
+
+    def _decoder(self, name: Name) -> msgspec.msgpack.Decoder[object]:
+        if name not in self._types:
+            raise NotAccepted(f"no protocol here has a message {name}")
+        try:
+            decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(
+                self._types[name], dec_hook=self._decode_other
+            )
+        except Exception as error:  # msgspec and the annotations each have their own ways to refuse
+            raise NotSendable(f"{name} cannot be decoded: {error}") from error
+        return self._decoders.setdefault(name, decoder)
+
+    def _decode_other(self, hint: type, value: object) -> object:
+        if _is_address(hint) and isinstance(value, str | int):
+            return self._to_address(value, tuple(kind for arg in get_args(hint) for kind in members(arg)))
+        raise NotSendable(f"{hint} cannot be decoded")

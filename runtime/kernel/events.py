@@ -1,0 +1,63 @@
+"""What a tap sees: the beginning and the end of every life, and every delivery between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import msgspec
+
+from cuelight.kernel.log import get_logger
+
+log = get_logger("cuelight.kernel")
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """An actor was built: its `life`-th life, counted from 1. `seed` is that of its context's chance."""
+
+    seconds: float
+    actor: str
+    life: int
+    seed: int
+
+
+class Delivered(msgspec.Struct, frozen=True, tag=True):
+    """`actor` is about to handle `message`, or to have it sent to where it lives; `seconds` is the time it will see.
+
+    `sender` is an actor's name, "" for code outside the actors, "(own)" for the actor's own threads and timers.
+    """
+
+    seconds: float
+    sender: str
+    actor: str
+    message: object
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A life is over; `error` is empty where the actor stopped in order."""
+
+    seconds: float
+    actor: str
+    life: int
+    error: str
+
+
+Event: TypeAlias = Started | Delivered | Ended
+Tap: TypeAlias = Callable[[Event], None]
+
+
+def guarded(tap: Tap) -> Tap:
+    """The tap, kept from doing the actors harm: an error of its own is logged once, and then it sees no more."""
+    is_broken = False
+
+    def see(event: Event) -> None:
+        nonlocal is_broken
+        if is_broken:
+            return
+        try:
+            tap(event)
+        except Exception as error:
+            is_broken = True
+            log.error("tap_failed", exc_info=error)
+
+    return see

@@ -1,0 +1,295 @@
+"""The near side of a placement: hands an actor's messages over to where it lives, and knows when that is no more."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+
+from cuelight.kernel import elsewhere
+from cuelight.kernel.codec import Name, reachable
+from cuelight.kernel.elsewhere import Engagement
+from cuelight.kernel.errors import ActorCrashed, KernelError, NotSendable, RemoteError
+from cuelight.kernel.events import Delivered
+from cuelight.kernel.mailbox import Entry
+from cuelight.kernel.ref import Address
+from cuelight.kernel.role import InLoop, InProcess
+from cuelight.kernel.stage import Seat
+from cuelight.kernel.system import Performer, System
+from cuelight.kernel.wire import WINDOW, Begun, Crashed, Frame, Packed, Packer, Ready, Slow, Stop, Watch, Wire, framed
+
+_LAST_WORDS_SECONDS = 1.0
+"""For what a process sent before it exited. Only a descendant of it that keeps the socket can make that take long."""
+
+CHILD = "import sys; sys.path[:] = {path!r}; from cuelight.kernel.elsewhere import main; main({descriptor})"
+
+
+def packer(system: System, seat: Seat) -> Packer:
+    """Makes messages ready for this seat's actor. Raises NotSendable for a part that cannot live where it should."""
+    placement = seat.part.placement
+    assert not isinstance(placement, InLoop)
+    if isinstance(placement, InProcess):
+        _pickled(_engagement(system, seat, seed=0))
+    return Packer(_types(system), system.known, placement.message_bytes_max)
+
+
+def _types(system: System) -> dict[Name, type]:
+    return reachable(part.role.accepts for part in system.parts())
+
+
+class Placed(Performer):
+    """One life of an actor that lives on a thread or in a process of its own."""
+
+    def __init__(self, system: System, seat: Seat, packer: Packer, seed: int) -> None:
+        packer.types.update(_types(system))  # others may have joined the cast
+        self._system = system
+        self._seat = seat
+        self._engagement = _engagement(system, seat, seed)
+        self._wire = Wire(packer, self)
+        self._handed_over: tuple[deque[Entry], deque[Entry]] = (deque(), deque())
+        self._room = asyncio.Event()
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._gone = asyncio.Event()
+        self._crash: ActorCrashed | None = None
+        self._is_orderly = False
+        self._is_told_to_stop = False
+        self._end: Callable[[], object] = self._wire.close
+
+    async def open(self) -> None:
+        """Begin the life. Raises ActorCrashed; nothing is left running then, nor when this is cancelled."""
+        loop = asyncio.get_running_loop()
+        near, far = socket.socketpair()
+        try:
+            launch = _launch_process if isinstance(self._seat.part.placement, InProcess) else _launch_thread
+            with far:
+                self._end, introduction = launch(far, self._engagement, self._exited_from(loop))
+            await loop.create_unix_connection(lambda: self._wire, sock=near)
+            self._wire.send_before_frames(introduction)
+        except (OSError, KernelError) as error:
+            near.close()
+            raise ActorCrashed(self._seat.name, "construction", error) from error
+        try:
+            await self._ready
+        except BaseException:
+            self.kill()
+            with anyio.CancelScope(shield=True):
+                await self.gone()
+            raise
+
+    async def perform(self) -> None:
+        """Hand messages over until the mailbox is closed and empty, or the seat is to be left. Raises ActorCrashed."""
+        mailbox = self._seat.mailbox
+        try:
+            while not self._gone.is_set():
+                await mailbox.wait()
+                if self._seat.is_leaving or (mailbox.closed and not len(mailbox)):
+                    self._stop()
+                    await self._gone.wait()
+                elif sum(map(len, self._handed_over)) < WINDOW:
+                    self._hand_over()
+                else:
+                    self._room.clear()
+                    await self._room.wait()
+        finally:
+            if not self._gone.is_set():
+                self.kill()
+                with anyio.CancelScope(shield=True):
+                    await self.gone()
+        self._settle()
+
+    def _hand_over(self) -> None:
+        mailbox, system = self._seat.mailbox, self._system
+        if not len(mailbox):
+            return
+        arrived, sender, message = mailbox.take()
+        # What the kernel itself posts has not been packed by a sender.
+        packed = message if isinstance(message, Packed) else self._wire.packer.pack(message)
+        self._handed_over[mailbox.is_urgent(type(packed.message))].append((arrived, sender, packed))
+        if system.tap is not None:
+            system.tap(Delivered(system.clock.now(), sender, self._seat.name, packed.message))
+        self._wire.deliver(packed, sender)
+
+    def _stop(self) -> None:
+        if not self._is_told_to_stop:
+            self._is_told_to_stop = True
+            self._wire.send(Stop(drop=self._system.is_dropping))
+
+    def _settle(self) -> None:
+        """What was handed over and never begun goes back after a crash in order; else nobody knows, and it is lost."""
+        ordinary, urgent = self._handed_over
+        mailbox = self._seat.mailbox
+        if self._is_orderly and not mailbox.closed:
+            mailbox.put_back(ordinary, urgent=False)
+            mailbox.put_back(urgent, urgent=True)
+        else:
+            mailbox.count_dropped(len(ordinary) + len(urgent))
+        if self._crash is not None:
+            raise self._crash
+
+    def heard(self, frame: Frame, /) -> None:
+        """What the actor's side says."""
+        name = self._seat.name
+        match frame:
+            case Begun(urgent, ordinary):
+                for lane, count in zip(self._handed_over, (ordinary, urgent), strict=True):
+                    for _ in range(count):
+                        lane.popleft()
+                self._room.set()
+            case Watch(watched):
+                self._system.watch(self._seat, watched)
+            case Slow(message_type, seconds):
+                self._system.report_slow(name, message_type, seconds)
+            case Crashed(message_type, error, trace):
+                self._is_orderly = self._crash is None
+                self._fail(ActorCrashed(name, message_type, RemoteError(error, trace)))
+            case Ready():
+                if not self._ready.done():
+                    self._ready.set_result(None)
+            case _:
+                raise AssertionError(f"an actor does not say {type(frame).__name__}")
+
+    def told(self, address: Address[object], message: object, /) -> None:
+        """The actor tells somebody here something."""
+        moment = self._system.moment
+        moment.acting, outer = self._seat.name, moment.acting
+        try:
+            address.tell(message)
+        finally:
+            moment.acting = outer
+
+    def failed(self, message_type: str, error: Exception, /) -> None:
+        """What the actor told could not be handed on: that is its crash, as at home."""
+        self._fail(ActorCrashed(self._seat.name, message_type, error))
+        self._end()
+        self._wire.close()
+
+    def _fail(self, crash: ActorCrashed) -> None:
+        self._crash = self._crash or crash
+        if not self._ready.done():
+            self._ready.set_exception(crash)
+            self._ready.exception()  # whoever waited may have been cancelled
+
+    def lost(self) -> None:
+        """The connection is over: whatever still lives there must not."""
+        self._end()
+
+    def _exited_from(self, loop: asyncio.AbstractEventLoop) -> Callable[[str], None]:
+        def exited(how: str) -> None:
+            with suppress(RuntimeError):  # the loop was closed without stopping the system
+                loop.call_soon_threadsafe(self._see_off, how)
+
+        return exited
+
+    def _see_off(self, how: str) -> None:
+        self._farewell = asyncio.ensure_future(self._exited(how))
+
+    async def _exited(self, how: str) -> None:
+        """The thread or process is no more. What it sent before is still heard."""
+        with anyio.move_on_after(_LAST_WORDS_SECONDS):
+            await self._wire.over.wait()
+        self._wire.close()
+        if not self._is_told_to_stop or not self._ready.done():
+            self._fail(ActorCrashed(self._seat.name, "", RemoteError(how)))
+        self.abandon()
+
+    def nudge(self) -> None:
+        """The seat has changed: look."""
+        self._room.set()
+        self._seat.mailbox.wake()
+
+    def kill(self) -> None:
+        """End a process at once, and a thread when its handler returns. This is no crash."""
+        self._is_told_to_stop = True
+        self._wire.close()
+        self._end()
+
+    async def gone(self) -> None:
+        """Wait until the thread or process is no more."""
+        await self._gone.wait()
+
+    def abandon(self) -> None:
+        """Wait for it no longer."""
+        self._gone.set()
+        self.nudge()
+
+
+def _engagement(system: System, seat: Seat, seed: int) -> Engagement:
+    placement = seat.part.placement
+    assert not isinstance(placement, InLoop)
+    cast = tuple(part.role for part in system.parts())
+    return Engagement(seat.part, cast, seat.lives, seed, placement.message_bytes_max, system.slow_handler_seconds)
+
+
+def _pickled(engagement: Engagement) -> bytes:
+    try:
+        return pickle.dumps(engagement)
+    except Exception as error:  # pickle lets through whatever the objects raise
+        name = engagement.part.role.name
+        raise NotSendable(f"the part of {name!r} cannot be imported by another process: {error}") from error
+
+
+def _launch_thread(
+    far: socket.socket, engagement: Engagement, exited: Callable[[str], None]
+) -> tuple[Callable[[], object], bytes]:
+    connection = far.dup()
+
+    def run() -> None:
+        try:
+            elsewhere.live(connection, engagement)
+        finally:
+            connection.close()
+            exited("its thread ended")
+
+    threading.Thread(target=run, name=f"cuelight {engagement.part.role.name}", daemon=True).start()
+    return _nothing, b""
+
+
+def _launch_process(
+    far: socket.socket, engagement: Engagement, exited: Callable[[str], None]
+) -> tuple[Callable[[], object], bytes]:
+    """A fresh interpreter that inherits one socket, output and errors, no input; and a thread that awaits its end."""
+    name = f"cuelight {engagement.part.role.name}"
+    if elsewhere.preparing.is_set():
+        raise KernelError("the main module starts a system while a child imports it: guard that with __name__")
+    payload = _pickled(engagement)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD.format(path=sys.path, descriptor=far.fileno())],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[far.fileno()],
+    )
+
+    def watch() -> None:
+        status = child.wait()
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        exited(f"its process {how}")
+
+    threading.Thread(target=watch, name=f"{name} process", daemon=True).start()
+    # Importing the parent's main module runs its code again: only where the actor comes from there.
+    preparation = pickle.dumps(_preparation(name, needs_main=b"__main__" in payload))
+    return child.kill, b"".join(map(framed, (str(os.getpid()).encode(), preparation, payload)))
+
+
+def _preparation(name: str, *, needs_main: bool) -> dict[str, object]:
+    """What `multiprocessing.spawn.prepare` is to make of the child."""
+    preparation: dict[str, object] = {"name": name, "sys_path": sys.path, "sys_argv": sys.argv, "dir": str(Path.cwd())}
+    module = sys.modules["__main__"]
+    if needs_main and (spec := getattr(module, "__spec__", None)) is not None:
+        preparation["init_main_from_name"] = spec.name
+    elif needs_main and (path := getattr(module, "__file__", None)) is not None:
+        preparation["init_main_from_path"] = str(Path(path).absolute())
+    return preparation
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,98 @@
+"""What follows an actor's death, as a table and a rule: who restarts with whom, how often, how soon.
+
+The strategies and the idea of a limit per window are those of Erlang/OTP's supervisors.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+
+class Strategy(StrEnum):
+    """Who restarts when an actor has crashed. A cast is ordered from sink to source."""
+
+    ONE_FOR_ONE = "one for one"
+    """The one that crashed."""
+    REST_FOR_ONE = "rest for one"
+    """It and those after it in the cast: the sources that build on it."""
+    ONE_FOR_ALL = "one for all"
+    """Everyone."""
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What follows when this actor crashes: by default, the end of the whole system.
+
+    Up to `restarts_max` restarts within any `window_seconds`; one more crash ends the system. The first restart waits
+    `backoff_seconds`, each further one in the window twice as long as the one before, at most `backoff_max_seconds`;
+    of that wait, a random part of up to a half is left out.
+    """
+
+    restarts_max: int = 0
+    window_seconds: float = 60.0
+    strategy: Strategy = Strategy.ONE_FOR_ONE
+    backoff_seconds: float = 0.05
+    backoff_max_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        assert self.restarts_max >= 0, "restarts_max counts restarts"
+        assert self.window_seconds > 0, "a window has a length"
+        assert 0 <= self.backoff_seconds <= self.backoff_max_seconds, "the back-off grows up to its maximum"
+
+
+class Terminated(msgspec.Struct, frozen=True, tag=True):
+    """Told to those who watch an actor: a life of it is over, and all that it said came before this.
+
+    `error` is empty where it stopped in order; `is_restarting` says whether another life follows.
+    """
+
+    actor: str
+    error: str
+    is_restarting: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Restart these, in cast order, after a while."""
+
+    names: tuple[str, ...]
+    delay_seconds: float
+
+
+class Supervision:
+    """Remembers each actor's crashes and says what follows."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._crashes: dict[str, deque[float]] = {}
+
+    def judge(self, name: str, fate: Fate, cast: Sequence[str], now: float) -> Verdict | None:
+        """`name` has crashed: who restarts, and when; None where the system must end. `cast` is sinks first."""
+        crashes = self._crashes.setdefault(name, deque())
+        while crashes and crashes[0] <= now - fate.window_seconds:
+            crashes.popleft()
+        if len(crashes) >= fate.restarts_max:
+            return None
+        wait = min(fate.backoff_seconds * 2 ** min(len(crashes), 50), fate.backoff_max_seconds)
+        crashes.append(now)
+        return Verdict(_concerned(name, fate.strategy, cast), wait * (1 - self._chance.random() / 2))
+
+    def forget(self, name: str) -> None:
+        """This actor will not come back."""
+        self._crashes.pop(name, None)
+
+
+def _concerned(name: str, strategy: Strategy, cast: Sequence[str]) -> tuple[str, ...]:
+    match strategy:
+        case Strategy.ONE_FOR_ONE:
+            return (name,)
+        case Strategy.REST_FOR_ONE:
+            return tuple(cast[cast.index(name) :])
+        case Strategy.ONE_FOR_ALL:
+            return tuple(cast)

@@ -1,0 +1,194 @@
+"""The world of a simulation: a clock that only jumps, mailboxes with slow ways to them, workers without threads.
+
+Nothing here happens by itself: a driver decides what happens next.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple, TypeVar
+
+from cuelight.kernel.clock import Moment, Timer
+from cuelight.kernel.errors import MailboxFull
+from cuelight.kernel.mailbox import OWN, Entry, Mailbox
+from cuelight.kernel.role import InLoop, Part
+
+T = TypeVar("T")
+
+
+class VirtualTimer:
+    """A callback that is due at some moment of a virtual clock."""
+
+    __slots__ = ("callback",)
+
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self.callback: Callable[[], object] | None = callback
+
+    def cancel(self) -> None:
+        """Let it not happen; harmless when it already has."""
+        self.callback = None
+
+
+class VirtualClock:
+    """Starts at 0 and stands still, but for jumps from timer to timer. Those of one moment come in the order made."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._timers: list[tuple[float, int, VirtualTimer]] = []
+        self._numbers = count()
+
+    def now(self) -> float:
+        """Seconds since the simulation began."""
+        return self._now
+
+    def call_later(self, delay: float, callback: Callable[[], object], /) -> Timer:
+        """Call back once, `delay` seconds from now."""
+        return self.call_at(self._now + delay, callback)
+
+    def call_at(self, seconds: float, callback: Callable[[], object], /) -> Timer:
+        """Call back once, at a moment; one that has passed is now."""
+        timer = VirtualTimer(callback)
+        heappush(self._timers, (max(seconds, self._now), next(self._numbers), timer))
+        return timer
+
+    def next_due(self) -> float | None:
+        """The moment of the next timer, if there is one."""
+        while self._timers and self._timers[0][2].callback is None:
+            heappop(self._timers)
+        return self._timers[0][0] if self._timers else None
+
+    def jump(self) -> None:
+        """To the next timer, which happens. There must be one."""
+        assert self.next_due() is not None, "a clock jumps to a timer"
+        self._now, _, timer = heappop(self._timers)
+        callback, timer.callback = timer.callback, None
+        assert callback is not None
+        callback()
+
+
+class _UnderWay(NamedTuple):
+    due: float
+    lane: deque[Entry]
+    message: object
+    sender: str
+
+
+class VirtualMailbox(Mailbox):
+    """A mailbox to which each message may take up to `delay_seconds_max`, in order for each sender and lane.
+
+    What is under way counts against the capacity. Closing lets it arrive first.
+    """
+
+    __slots__ = ("_before_put", "_chance", "_clock", "_delay_seconds_max", "_edges", "_is_elsewhere", "_under_way")
+
+    def __init__(
+        self,
+        part: Part[object],
+        clock: VirtualClock,
+        moment: Moment,
+        chance: random.Random,
+        delay_seconds_max: float,
+        before_put: Callable[[], None],
+    ) -> None:
+        role = part.role
+        super().__init__(role.name, role.capacity, role.message_types(), role.urgent, clock, moment)
+        self._is_elsewhere = not isinstance(part.placement, InLoop)
+        self._clock = clock
+        self._chance = chance
+        self._delay_seconds_max = delay_seconds_max
+        self._before_put = before_put
+        self._edges: dict[tuple[str, bool], deque[_UnderWay]] = {}
+        self._under_way = 0
+
+    def put(self, message: object) -> None:
+        """As any mailbox's."""
+        self._before_put()
+        is_full = len(self) + self._under_way >= self.capacity
+        if self._under_way and is_full and not self.closed and type(message) in self._lanes:
+            raise MailboxFull(f"{self.name} already has {self.capacity} messages waiting or under way")
+        super().put(message)
+
+    def _append(self, lane: deque[Entry], message: object, sender: str) -> None:
+        if self._is_elsewhere and sender == self.name:
+            sender = OWN  # where it lives, it tells itself without us, and that ends with its life
+        if not self._delay_seconds_max or sender is OWN or self.closed:
+            super()._append(lane, message, sender)
+            return
+        now = self._clock.now()
+        edge = self._edges.setdefault((sender, lane is self._urgent), deque())
+        # Half of all messages are as fast as can be, so that they meet those of other senders.
+        delay = max(0.0, 2 * self._chance.random() - 1) * self._delay_seconds_max
+        due = max(now + delay, edge[-1].due) if edge else now + delay
+        if due == now and not edge:
+            super()._append(lane, message, sender)
+            return
+        edge.append(_UnderWay(due, lane, message, sender))
+        self._under_way += 1
+        self._clock.call_at(due, partial(self._arrive, edge))
+
+    def _arrive(self, edge: deque[_UnderWay]) -> None:
+        if edge:  # else closing has let it arrive before
+            _, lane, message, sender = edge.popleft()
+            self._under_way -= 1
+            super()._append(lane, message, sender)
+
+    def close(self, *, drop: bool) -> None:
+        """As any mailbox's; what is under way has come before."""
+        for edge in self._edges.values():
+            while edge:
+                self._arrive(edge)
+        super().close(drop=drop)
+
+
+class VirtualWorker:
+    """A worker whose jobs are done one by one when its driver says so."""
+
+    __slots__ = ("_chance", "_is_closed", "_post", "jobs")
+
+    def __init__(self, post: Callable[[object], None], chance: random.Random) -> None:
+        self._post = post
+        self._chance = chance
+        self._is_closed = False
+        self.jobs: deque[Callable[[], None]] = deque()
+
+    def submit(
+        self, work: Callable[[], T], done: Callable[[T], object], failed: Callable[[Exception], object]
+    ) -> None:
+        """Queue `work()`; when it is run, the actor hears `done(result)`, or `failed(error)` if it raised."""
+
+        def job() -> None:
+            try:
+                message = done(work())
+            except Exception as error:
+                message = failed(error)
+            self._post(message)
+
+        if not self._is_closed:
+            self.jobs.append(job)
+
+    def close(self, *, drop: bool = False) -> None:
+        """Take no more work; with `drop`, of what is queued no more is done than what may just be being done."""
+        self._is_closed = True
+        if drop and self.jobs:
+            being_done = self.jobs[0]
+            self.jobs.clear()
+            if self._chance.random() < 0.5:
+                self.jobs.append(being_done)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is left to do, and nothing will come."""
+        return self._is_closed and not self.jobs
+
+    def is_ready(self) -> bool:
+        """Whether there is a job to run."""
+        return bool(self.jobs)
+
+    def take_turn(self) -> None:
+        """Run the next job."""
+        self.jobs.popleft()()

@@ -2,9 +2,9 @@
 
     python -m benchmarks.kernel [--peers PYTHON] [--reps 3] [--quick] [--json FILE]
 
-PYTHON is the interpreter of an environment made with `pip install pykka xoscar ray`. Every experiment of every side runs
-in a process of its own, side after side, and in the opposite order every second time. A ratio is to the baseline of the
-same repetition and kind of loop; to the one in asyncio's loop where there is none of the side's own kind.
+PYTHON is the interpreter of an environment of its own, made with `pip install pykka xoscar ray`. Every experiment of
+every side runs in a fresh process, side after side, and in the opposite order every second time. A ratio is to the
+baseline of the same repetition and kind of loop; to the one in asyncio's loop where there is none of the side's kind.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def _sides() -> Iterable[Side]:
         message = _each("xoscar_actors", "tell", "ask", "crowd", "process", suffix="_message")
         yield Side("xoscar, messages", loop, message | _each("xoscar_actors", "spawn"), is_peer=True)
         yield Side("xoscar, direct calls", loop, local, is_peer=True)
-    yield Side("ray, processes", "none", _each("ray_processes", "tell", "ask", "crowd", "spawn", "process"), is_peer=True)
+    yield Side(
+        "ray, processes", "none", _each("ray_processes", "tell", "ask", "crowd", "spawn", "process"), is_peer=True
+    )
 
 
 class Reply(TypedDict, total=False):
@@ -101,7 +103,7 @@ class Results:
 
 
 def run_side(side: Side, experiment: str, python: str | None, effort: Effort) -> Reply:
-    """Run one experiment in a fresh process. A peer's failure is a reply too; ours and a baseline's end the benchmark."""
+    """One experiment in a fresh process. A peer's failure is a reply too, ours or a baseline's ends the benchmark."""
     if python is None:
         return {"missing": "not installed"}
     command = [python, "-m", "benchmarks.kernel_peers", side.functions[experiment], side.loop]
@@ -146,7 +148,13 @@ def _shown(values: Iterable[float]) -> str:
 
 
 def _row(figure: str, side: Side, baseline: Side, results: Results) -> dict[str, object]:
-    row: dict[str, object] = {"figure": figure, "side": side.name, "loop": side.loop, "median (range)": "-", "ratio": "-"}
+    row: dict[str, object] = {
+        "figure": figure,
+        "side": side.name,
+        "loop": side.loop,
+        "median (range)": "-",
+        "ratio": "-",
+    }
     values = results.values.get((side, figure), {})
     if values:
         base = results.values[baseline, figure]
@@ -168,7 +176,9 @@ def table(sides: list[Side], results: Results) -> list[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", metavar="PYTHON", help="the interpreter of the environment with pykka, xoscar and ray")
+    parser.add_argument(
+        "--peers", metavar="PYTHON", help="the interpreter of the environment with pykka, xoscar and ray"
+    )
     parser.add_argument("--reps", type=int, default=3, help="(3)")
     parser.add_argument("--quick", action="store_true", help="see that everything runs; the figures mean little")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")

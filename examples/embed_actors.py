@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
-from cuelight.kernel import Actor, Context, Part, Ref, Role, System, Worker, ask
-from cuelight.messages.address import Address
+from cuelight.kernel import Actor, Address, Context, Part, Ref, Role, System, Worker, ask
 
 
 @dataclass(frozen=True)

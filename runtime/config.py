@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,6 +35,8 @@ class EngineConfig:
         context_length: tokens a request may hold, prompt and output; None is the model's own limit.
         steps_in_flight: steps handed to the executor before the first one's result is read.
         seed: of the engine's own chance, from which requests without a seed get theirs; None is different each time.
+        journal: a file that records all that the actors are told, prompts and outputs too, for `cuelight replay`; an
+            older journal there is overwritten, anything else is not. None records nothing.
     """
 
     dtype: str = "auto"
@@ -50,6 +53,7 @@ class EngineConfig:
     context_length: int | None = None
     steps_in_flight: int = 2
     seed: int | None = None
+    journal: str | os.PathLike[str] | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> EngineConfig:
@@ -69,6 +73,8 @@ class EngineConfig:
             raise ConfigError(f"executor {self.executor!r} is not available: only 'thread' is")
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be a name such as 'cpu' or 'cuda', not {self.device!r}")
+        if not isinstance(self.journal, str | os.PathLike | None):
+            raise ConfigError(f"journal must be the path of a file, not {self.journal!r}")
         if self.seed is not None:
             _check_count("seed", self.seed, at_least=0)
         for name in ("token_budget", "running_max", "queue_limit", "block_size", "steps_in_flight"):
@@ -100,6 +106,7 @@ class EngineOptions(TypedDict, total=False):
     context_length: int | None
     steps_in_flight: int
     seed: int | None
+    journal: str | os.PathLike[str] | None
 
 
 class SamplingOptions(TypedDict, total=False):

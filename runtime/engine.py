@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
@@ -23,12 +24,14 @@ from cuelight.actors.intake.validation import parse_sampling
 from cuelight.client import REFUSALS, Inbox, Result, Stream, open_stream
 from cuelight.config import EngineConfig, EngineOptions, SamplingOptions
 from cuelight.conversation import Chat
-from cuelight.ensemble import Ensemble, casting, gather, roles
+from cuelight.ensemble import Casting, Ensemble, casting, gather, roles
 from cuelight.kernel import ActorCrashed, System, WorkerThread, get_logger
+from cuelight.kernel.journal import Journal
 from cuelight.messages import observer
 from cuelight.messages.intake import Cancel, Submit
 from cuelight.messages.request import Prompt, RequestId, Sampling
 from cuelight.progress import counting_bar
+from cuelight.replay import Origin, open_journal
 from cuelight.store import DEFAULT_MODEL, model_path
 
 if TYPE_CHECKING:
@@ -110,8 +113,10 @@ class Engine:
         self, model: str | os.PathLike[str] = DEFAULT_MODEL, *, progress: bool = False, **options: Unpack[EngineOptions]
     ) -> None:
         self._name = str(model)
-        self._casting = casting(partial(_find_model, model, progress))
+        self._casting = self._noting(partial(_find_model, model, progress))
         self._config = EngineConfig.of(options)
+        self._origin: Origin | None = None
+        self._journal: Journal | None = None
         self._ids = count(1)
         self._open: dict[RequestId, Inbox] = {}
         self._system: System | None = None
@@ -125,14 +130,25 @@ class Engine:
     ) -> Self:
         """An engine that plays what `gather` returns in place of a model's folder; it is called on a thread."""
         engine = cls(name, **options)
-        engine._casting = casting(gather)
+        engine._casting = engine._noting(lambda config: (gather(config), None))
         return engine
+
+    def _noting(self, find: Callable[[EngineConfig], tuple[Ensemble[B], Path | None]]) -> Casting:
+        """The casting, which leaves behind what a journal must say of it."""
+
+        def gather(config: EngineConfig) -> Ensemble[B]:
+            ensemble, folder = find(config)
+            self._origin = Origin(self._name, folder, config, ensemble.facts)
+            return ensemble
+
+        return casting(gather)
 
     async def start(self) -> None:
         """Find the model, load it, and open for requests.
 
         Raises:
             ModelUnavailable: the model cannot be found, fetched or loaded.
+            ConfigError: the journal cannot be created.
             EngineClosed: this engine was started before.
         """
         if self._unavailable is not _not_started or self._board is not None:
@@ -144,8 +160,12 @@ class Engine:
             cast = roles(self._config)
             parts = await _in_thread(partial(self._casting, self._config, cast, board))
             self._check_still_starting()
+            if self._origin is not None:
+                self._journal = open_journal(self._origin)
             chance = random.Random(self._config.seed)
-            self._system = System(parts, chance=chance, on_failure=self._crashed, on_end=self._ended)
+            self._system = System(
+                parts, chance=chance, tap=self._journal, on_failure=self._crashed, on_end=self._actors_ended
+            )
             await self._system.start()
             self._intake = self._system.find(cast.intake)
             ready = await board.ready
@@ -166,6 +186,7 @@ class Engine:
         self._ended()
         if self._system is not None:
             await self._system.stop(drop=True)
+        self._close_journal()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -180,6 +201,14 @@ class Engine:
         """An actor is gone: whoever waits must hear of it."""
         self._broken = True
         self._end_service(partial(_broken, crash))
+
+    def _actors_ended(self) -> None:
+        self._ended()
+        self._close_journal()
+
+    def _close_journal(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
 
     def _ended(self) -> None:
         """Nobody serves any more, whether it was `stop` that said so or a host that cancelled all tasks."""
@@ -318,8 +347,9 @@ def _broken(crash: ActorCrashed) -> errors.EngineUnavailable:
     return error
 
 
-def _find_model(model: str | os.PathLike[str], progress: bool, config: EngineConfig) -> Ensemble[Batch]:
-    return gather(model_path(model, progress=progress), config)
+def _find_model(model: str | os.PathLike[str], progress: bool, config: EngineConfig) -> tuple[Ensemble[Batch], Path]:
+    folder = model_path(model, progress=progress)
+    return gather(folder, config), folder
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -17,6 +17,9 @@ from cuelight.engine import Engine
 from cuelight.ensemble import Ensemble
 from cuelight.messages.request import Conversation, Prompt, Refusal
 
+STUB_NAME: Final = "stub"
+"""What such an engine calls itself."""
+
 END_TOKEN: Final = 256
 """The stub's end token, the only one that is no byte. The default `next_token` never gives it."""
 
@@ -37,7 +40,7 @@ def stub_engine(
 
     Raises ConfigError as `Engine` does.
     """
-    return Engine.from_ensemble("stub", lambda config: _gather(config, next_token or next_letter), **options)
+    return Engine.from_ensemble(STUB_NAME, lambda config: stub_ensemble(config, next_token), **options)
 
 
 def next_letter(token_ids: Sequence[int]) -> int:
@@ -68,11 +71,14 @@ class _Encoder:
         return encode(prompt)
 
 
-def _gather(config: EngineConfig, next_token: Callable[[Sequence[int]], int]) -> Ensemble[StubBatch]:
+def stub_ensemble(
+    config: EngineConfig, next_token: Callable[[Sequence[int]], int] | None = None
+) -> Ensemble[StubBatch]:
+    """What the stub engine's actors are built from."""
     block_count = config.block_count or BLOCK_COUNT_DEFAULT
     return Ensemble(
         facts=ModelFacts(vocab_size=END_TOKEN + 1, context_length=CONTEXT_LENGTH, eos_token_ids=(END_TOKEN,)),
         encoder=_Encoder(),
         decode=decode,
-        load_device=lambda: StubDevice(block_count, config.block_size, next_token),
+        load_device=lambda: StubDevice(block_count, config.block_size, next_token or next_letter),
     )

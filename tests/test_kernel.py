@@ -4,84 +4,67 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import logging
+import pickle
 import random
+import signal
+import subprocess
+import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import anyio
 import pytest
 import structlog
 import uvloop
-from support import Recorder, VirtualClock
+from kernel_support import (
+    NET_SECONDS,
+    Do,
+    ManualClock,
+    Note,
+    Question,
+    Troupe,
+    Urgent,
+    crash,
+    on_each_loop,
+    player,
+    settle,
+    until,
+)
+from support import Recorder
 
 from cuelight.kernel import (
+    OWN,
     Actor,
     ActorCrashed,
+    ActorStopped,
     AskTimeout,
     Context,
+    Delivered,
+    Event,
+    Fate,
+    InProcess,
     KernelError,
     Mailbox,
     MailboxFull,
     NotAccepted,
+    NotSendable,
+    OnThread,
     Part,
+    Ref,
+    RemoteError,
     Role,
+    Started,
     System,
+    Timer,
     WorkerThread,
     ask,
     get_logger,
 )
 from cuelight.kernel.system import TURN_MESSAGES
-from cuelight.messages.address import Address
-
-NET_SECONDS = 30
-"""A safety net: no test waits for it."""
-
-
-def on_each_loop(test: Callable[..., Coroutine[object, object, None]]) -> Callable[..., None]:
-    """Run a test on asyncio's loop and on uvloop, and check that it leaves no thread behind."""
-
-    def runs(loop_factory: Callable[[], asyncio.AbstractEventLoop], **arguments: object) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(NET_SECONDS):
-                await test(**arguments)
-
-        threads = set(threading.enumerate())
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(bounded())
-        assert set(threading.enumerate()) <= threads
-
-    parameter = inspect.Parameter("loop_factory", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    runs.__signature__ = inspect.Signature([parameter, *inspect.signature(test).parameters.values()])
-    runs.__name__, runs.__doc__ = test.__name__, test.__doc__
-    runs.pytestmark = list(getattr(test, "pytestmark", []))
-    factories = [asyncio.new_event_loop, uvloop.new_event_loop]
-    return pytest.mark.parametrize("loop_factory", factories, ids=["asyncio", "uvloop"])(runs)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop turn until the condition holds; the net of `on_each_loop` is below."""
-    while not condition():  # noqa: ASYNC110  # what it waits for is any state, not an event
-        await asyncio.sleep(0)
-
-
-@dataclass(frozen=True)
-class Note:
-    number: int
-
-
-@dataclass(frozen=True)
-class Urgent:
-    number: int
-
-
-@dataclass(frozen=True)
-class Question:
-    reply_to: Address[int]
 
 
 @dataclass(frozen=True)
@@ -135,8 +118,8 @@ def part(
     return Part(playing, build)
 
 
-def mailbox(capacity: int = 4) -> tuple[Mailbox, VirtualClock]:
-    clock = VirtualClock()
+def mailbox(capacity: int = 4) -> tuple[Mailbox, ManualClock]:
+    clock = ManualClock()
     return Mailbox("box", capacity, frozenset({Note, Urgent}), frozenset({Urgent}), clock), clock
 
 
@@ -147,13 +130,48 @@ def test_a_mailbox_holds_its_capacity_and_no_more() -> None:
     box, _ = mailbox(capacity=3)
     box.put(Note(0))
     box.put(Urgent(1))
-    box.post("anything")
-    for put in (lambda: box.put(Note(3)), lambda: box.put(Urgent(3)), lambda: box.post("more")):
+    box.put(Note(2))
+    for message in (Note(3), Urgent(3)):
         with pytest.raises(MailboxFull, match="box already has 3"):
-            put()
+            box.put(message)
     assert box.take()[2] == Urgent(1)
     box.put(Note(3))
-    assert [box.take()[2] for _ in range(3)] == [Note(0), "anything", Note(3)]
+    assert [box.take()[2] for _ in range(3)] == [Note(0), Note(2), Note(3)]
+    assert len(box) == 0
+
+
+def test_what_an_actor_posts_to_itself_is_never_refused_and_counts_against_the_others() -> None:
+    box, _ = mailbox(capacity=2)
+    for posted in ("anything", 1, Urgent(2)):
+        box.post(posted)
+    with pytest.raises(MailboxFull, match="box already has 3"):
+        box.put(Note(3))
+    assert (box.statistics().length, box.statistics().peak, box.statistics().capacity) == (3, 3, 2)
+    assert [box.take()[1:] for _ in range(3)] == [(OWN, Urgent(2)), (OWN, "anything"), (OWN, 1)]
+
+
+def test_entries_that_come_back_are_first_in_their_lane_and_count_once() -> None:
+    box, _ = mailbox(capacity=4)
+    for message in (Note(0), Note(1), Urgent(2), Urgent(3)):
+        box.put(message)
+    urgent, ordinary = [box.take(), box.take()], [box.take()]
+    box.put(Urgent(4))
+    box.put_back(urgent, urgent=True)
+    box.put_back(ordinary, urgent=False)
+    assert box.statistics().delivered == 0
+    assert [box.take()[2] for _ in range(5)] == [Urgent(2), Urgent(3), Urgent(4), Note(0), Note(1)]
+
+
+def test_a_new_life_finds_what_others_have_said() -> None:
+    box, _ = mailbox(capacity=10)
+    box.put(Note(0))
+    box.post(Note(1))
+    box.post(Urgent(2))
+    box.post(Note(3), "kernel")
+    box.put(Urgent(4))
+    box.begin_life()
+    assert box.statistics().dropped == 2
+    assert [box.take()[2] for _ in range(3)] == [Urgent(4), Note(0), Note(3)]
     assert len(box) == 0
 
 
@@ -208,9 +226,9 @@ def test_a_closed_mailbox_counts_what_it_drops(drop: bool) -> None:
 
 def test_a_mailbox_is_made_with_sense() -> None:
     with pytest.raises(AssertionError):
-        Mailbox("none", 0, frozenset({Note}), frozenset(), VirtualClock())
+        Mailbox("none", 0, frozenset({Note}), frozenset(), ManualClock())
     with pytest.raises(AssertionError):
-        Mailbox("odd", 1, frozenset({Note}), frozenset({Urgent}), VirtualClock())
+        Mailbox("odd", 1, frozenset({Note}), frozenset({Urgent}), ManualClock())
 
 
 @on_each_loop
@@ -269,6 +287,7 @@ async def test_ask_gets_the_one_answer_or_gives_up() -> None:
     cast = [part(playing, []), part(silent, [], lambda _, message: kept.append(message))]
     async with System(cast) as system:
         assert await ask(system.find(playing), Question, NET_SECONDS) == 42
+        assert await ask(system.find(playing), Question, 0) == 42  # at the last moment, which is in time
         with pytest.raises(AskTimeout, match="keeps") as caught:
             await ask(system.find(silent), Question, 0)
         assert isinstance(caught.value, TimeoutError)
@@ -284,8 +303,10 @@ async def test_ask_gets_the_one_answer_or_gives_up() -> None:
         await asyncio.wait([gone])
         kept[2].reply_to.tell(4)
         assert gone.cancelled()
-    with pytest.raises(AskTimeout):
-        await ask(system.find(playing), Question, 0)
+    assert system.find(playing).is_stopped
+    with pytest.raises(ActorStopped, match="answers"):
+        await ask(system.find(playing), Question, NET_SECONDS)
+    assert system.statistics()["answers"].dropped == 0  # it was not even told
 
 
 # Fairness.
@@ -432,7 +453,12 @@ async def test_the_tap_sees_every_delivery_before_the_actor_does() -> None:
         part(sink, [], lambda _, message: events.append(("sink handles", message))),
         part(source, [], forward),
     ]
-    async with System(cast, tap=lambda name, message: events.append((f"to {name}", message))) as system:
+
+    def tap(event: Event) -> None:
+        if isinstance(event, Delivered):
+            events.append((f"to {event.actor}", event.message))
+
+    async with System(cast, tap=tap) as system:
         for number in range(100):
             system.find(source).tell(Note(number))
     for name in ("sink", "source"):
@@ -450,7 +476,7 @@ async def test_time_and_chance_are_injected() -> None:
             seen.append(context.clock.now())
             seen.append(context.chance.random())
 
-        clock = VirtualClock()
+        clock = ManualClock()
         clock.seconds = 5.0
         one, two = role("one"), role("two")
         async with System([part(one, [], draw), part(two, [], draw)], clock=clock, chance=random.Random(seed)) as cast:
@@ -467,11 +493,15 @@ async def test_time_and_chance_are_injected() -> None:
 # Failure.
 
 
-class _Stopping(BaseException):
-    """What is no Exception, as KeyboardInterrupt is not."""
+class _Exit(SystemExit):
+    """What ends a program, and is no crash of an actor."""
 
 
-@pytest.mark.parametrize("error", [ValueError("bad actor"), _Stopping("bad actor")])
+class _Panic(BaseException):
+    """What is no Exception, and a crash all the same."""
+
+
+@pytest.mark.parametrize("error", [ValueError("bad actor"), _Exit("bad actor"), _Panic("bad actor")])
 @on_each_loop
 async def test_a_constructor_that_raises_leaves_nothing(error: BaseException) -> None:
     ran: list[str] = []
@@ -486,7 +516,7 @@ async def test_a_constructor_that_raises_leaves_nothing(error: BaseException) ->
         raise error
 
     threads = set(threading.enumerate())
-    with pytest.raises(ActorCrashed if isinstance(error, Exception) else _Stopping) as caught:
+    with pytest.raises(_Exit if isinstance(error, _Exit) else ActorCrashed) as caught:
         await System([Part(role("first"), hires), Part(role("second"), raises)]).start()
     if isinstance(caught.value, ActorCrashed):
         assert (caught.value.actor, caught.value.message_type) == ("second", "construction")
@@ -525,10 +555,29 @@ async def test_a_hook_that_raises_is_a_crash(hook: str) -> None:
     diary: list[str] = []
     failures: list[ActorCrashed] = []
     cast = [part(role("good"), diary), part(role("bad"), diary, hooks=(hook,))]
-    async with System(cast, on_failure=failures.append):
-        pass
-    assert [crash.actor for crash in failures] == ["bad"]
+    with pytest.raises(ActorCrashed) as caught:
+        async with System(cast, on_failure=failures.append):
+            pass
+    assert failures == [caught.value]
+    assert (caught.value.actor, caught.value.message_type) == ("bad", hook)
+    assert isinstance(caught.value.__cause__, RuntimeError)
     assert "good stopped" in diary
+
+
+@pytest.mark.parametrize("error", [_Panic(), asyncio.CancelledError(), GeneratorExit()], ids=repr)
+@on_each_loop
+async def test_whatever_a_handler_raises_is_a_crash(error: BaseException) -> None:
+    """Such as the result of a future that was cancelled: it is not this task that was."""
+
+    def fail(_: Context[object], message: object) -> None:
+        raise error
+
+    with pytest.raises(ActorCrashed) as caught:
+        async with System([part(role(), [], fail)]) as system:
+            system.find(role()).tell(Note(0))
+            await asyncio.Event().wait()
+    assert caught.value.__cause__ is error
+    assert caught.value.message_type == "Note"
 
 
 @on_each_loop
@@ -546,6 +595,39 @@ async def test_an_error_nobody_listens_to_is_logged(caplog: pytest.LogCaptureFix
     assert (record.name, record.levelno) == ("cuelight.kernel", logging.ERROR)
     assert "actor_crashed" in record.getMessage()
     assert "broken actor" in record.getMessage()
+
+
+@on_each_loop
+async def test_an_observer_that_raises_is_heard_by_whoever_stops() -> None:
+    def fail(_: object) -> None:
+        raise LookupError("whom to tell?")
+
+    diary: list[str] = []
+    cast = [part(role("good"), diary), part(role(), diary, lambda _, message: 1 / 0)]
+    system = System(cast, on_failure=fail)
+    await system.start()
+    system.find(role()).tell(Note(0))
+    for _ in range(2):
+        with pytest.raises(ExceptionGroup) as caught:
+            await system.stop()
+        assert isinstance(caught.value.exceptions[0], LookupError)
+    with pytest.raises(ExceptionGroup):
+        async with System(cast, on_failure=fail) as system:
+            system.find(role()).tell(Note(0))
+            await asyncio.Event().wait()
+    assert asyncio.current_task().cancelling() == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize("error", [ActorCrashed("a", "Note", ValueError(3)), RemoteError("far", "the trace")])
+def test_errors_cross_to_another_process(error: KernelError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert repr(copy.__cause__) == repr(error.__cause__)
+    assert {name: str(value) for name, value in vars(copy).items()} == {
+        name: str(value) for name, value in vars(error).items()
+    }
 
 
 # Whoever opens a system may be cancelled at any moment.
@@ -609,6 +691,534 @@ async def test_a_system_stops_before_a_cancelled_scope_around_it_is_left() -> No
 @on_each_loop
 async def test_a_system_that_nobody_stops_ends_with_its_loop() -> None:
     await System(_cast_with_workers([])).start()  # the check is in `on_each_loop`
+
+
+# What an actor is given: timers, time, and who told it.
+
+
+@on_each_loop
+async def test_a_timer_posts_once_unless_it_is_cancelled() -> None:
+    troupe = Troupe(a=Fate())
+    timers: list[Timer] = []
+
+    def act(context: Context[object]) -> None:
+        for seconds, message in ((2.0, Note(2)), (1.0, Note(1)), (1.0, Urgent(3)), (3.0, Note(4))):
+            timers.append(context.after(seconds, message))
+
+    async with troupe.system:
+        troupe.tell("a", Do(act))
+        assert await troupe.pass_time(0.9) == ["a.1 built", "a.1 started"]
+        assert await troupe.pass_time(0.1) == ["a.1 Urgent 3", "a.1 Note 1"]
+        timers[3].cancel()
+        timers[3].cancel()  # harmless, as for one that has fired
+        timers[1].cancel()
+        assert await troupe.pass_time(10.0) == ["a.1 Note 2"]
+        senders = [event.sender for event in troupe.events if isinstance(event, Delivered)]
+        assert senders == ["", OWN, OWN, OWN]
+        troupe.tell("a", Do(lambda context: context.after(1.0, Note(5))))
+        await settle()
+    assert troupe.clock.pending == 0
+    troupe.clock.advance(10.0)
+    assert troupe.news() == ["a.1 stopped"]
+
+
+@on_each_loop
+async def test_a_timer_of_the_loops_own_clock() -> None:
+    diary: list[str] = []
+
+    def act(context: Context[object], message: object) -> None:
+        if message == Note(0):
+            context.after(0.001, Note(1))
+        else:
+            diary.append(f"{message}")
+
+    async with System([part(role(), [], act)]) as system:
+        system.find(role()).tell(Note(0))
+        await until(lambda: bool(diary))
+
+
+@on_each_loop
+async def test_a_timer_is_posted_to_a_full_mailbox_too() -> None:
+    clock, diary = ManualClock(), []
+    playing = role(capacity=1)
+
+    def act(context: Context[object], message: object) -> None:
+        if message == Note(0):
+            context.after(1.0, Note(1))
+            context.ref.tell(Note(2))
+            clock.advance(1.0)
+        else:
+            diary.append(message)
+
+    async with System([part(playing, [], act)], clock=clock) as system:
+        system.find(playing).tell(Note(0))
+        await settle()
+    assert diary == [Note(2), Note(1)]
+    assert system.statistics()["actor"].peak == 2
+
+
+@on_each_loop
+async def test_time_stands_still_while_a_handler_runs() -> None:
+    troupe = Troupe(a=Fate())
+    seen: list[float] = []
+
+    def act(context: Context[object]) -> None:
+        seen.append(context.clock.now())
+        troupe.clock.advance(1.0)
+        context.spawn(troupe.part(f"child of {len(seen)}"))  # born at a time of its own
+        seen.append(context.clock.now())
+
+    async with troupe.system:
+        troupe.tell("a", Do(act), Do(act))
+        await settle()
+    assert seen == [0.0, 0.0, 1.0, 1.0]
+    deliveries = [event.seconds for event in troupe.events if isinstance(event, Delivered)]
+    assert deliveries == [0.0, 1.0]
+
+
+@on_each_loop
+async def test_an_actors_hooks_see_the_time_that_the_tap_is_told() -> None:
+    clock, events, seen = ManualClock(), [], []
+
+    class Watch(Actor[Note]):
+        def __init__(self, context: Context[object]) -> None:
+            self.look = lambda: seen.append(context.clock.now())
+            self.look()
+            clock.advance(1.0)
+
+        def started(self) -> None:
+            self.look()
+
+        def handle(self, message: Note) -> None:
+            raise NotImplementedError
+
+        def stopped(self) -> None:
+            self.look()
+            clock.advance(1.0)
+
+    async with System([Part(Role("watch", Note, 1), Watch)], clock=clock, tap=events.append):
+        await settle()
+        clock.advance(1.0)
+    started, ended = events
+    assert seen == [0.0, 0.0, 2.0]
+    assert (started.seconds, ended.seconds) == (0.0, 2.0)
+
+
+@on_each_loop
+async def test_a_delivery_says_who_told() -> None:
+    troupe = Troupe(a=Fate(), b=Fate())
+
+    def act(context: Context[object]) -> None:
+        context.find(player("a")).tell(Note(1))
+        context.ref.tell(Note(2))
+        worker = context.worker("w")
+        worker.submit(lambda: 3, done=Note, failed=lambda _: Note(-1))
+        context.after(0.0, Note(4))
+
+    for name, hook in (("b started", 5), ("b stopped", 6), ("b built", 7)):
+        troupe.hooks[name] = lambda context, hook=hook: context.find(player("a")).tell(Note(hook))
+    async with troupe.system as system:
+        troupe.tell("b", Do(act))
+        await troupe.pass_time(0)
+        await until(lambda: system.statistics()["b"].delivered == 4)
+        troupe.tell("a", Note(8))
+    told = {
+        event.message.number: (event.sender, event.actor)
+        for event in troupe.events
+        if isinstance(event, Delivered) and isinstance(event.message, Note)
+    }
+    assert told == {
+        **dict.fromkeys((1, 5, 6, 7), ("b", "a")),
+        2: ("b", "b"),
+        3: (OWN, "b"),
+        4: (OWN, "b"),
+        8: ("", "a"),
+    }
+
+
+@on_each_loop
+async def test_a_tap_that_raises_is_logged_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    diary: list[str] = []
+    seen: list[Event] = []
+
+    def tap(event: Event) -> None:
+        seen.append(event)
+        if isinstance(event, Delivered):
+            raise OSError("no ink")
+
+    async with System([part(role(), diary)], tap=tap) as system:
+        for number in range(3):
+            system.find(role()).tell(Note(number))
+    assert diary == ["actor started", "actor 0", "actor 1", "actor 2", "actor stopped"]
+    assert [type(event) for event in seen] == [Started, Delivered]
+    (record,) = caplog.records
+    assert "tap_failed" in record.getMessage()
+    assert "no ink" in record.getMessage()
+
+
+@on_each_loop
+async def test_a_slow_handler_is_reported_with_actor_message_and_time(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+
+    def act(_: Context[object], message: object) -> None:
+        clock.advance(message.number / 1000)
+
+    async with System([part(role(), [], act)], clock=clock, slow_handler_seconds=0.5) as system:
+        for message in (Note(500), Urgent(501), Note(1234), Note(10)):
+            system.find(role()).tell(message)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    for record, kind, seconds in zip(caplog.records, ("Urgent", "Note"), (0.501, 1.234), strict=True):
+        for fact in ("slow_handler", "actor='actor'", f"message_type='{kind}'", f"seconds={seconds}"):
+            assert fact in record.getMessage()
+
+
+# A cast that changes.
+
+
+@on_each_loop
+async def test_a_spawned_actor_is_the_last_of_the_cast_and_leaves_it_when_dismissed() -> None:
+    troupe = Troupe(a=Fate())
+    async with troupe.system as system:
+        await troupe.pass_time(0)
+        ref = system.spawn(troupe.part("b"))
+        ref.tell(Note(1))
+        assert system.find(player("b")) is ref
+        assert [each.role.name for each in system.parts()] == ["a", "b"]
+        with pytest.raises(AssertionError, match="two parts play 'b'"):
+            system.spawn(troupe.part("b"))
+        troupe.news()
+        assert await troupe.pass_time(0) == ["b.1 started", "b.1 Note 1"]
+        for number in range(100):
+            ref.tell(Note(number))
+        system.dismiss(player("b"))
+        ref.tell(Note(-1))
+        assert ref.is_stopped
+        assert await troupe.pass_time(0) == [*[f"b.1 Note {number}" for number in range(100)], "b.1 stopped"]
+        with pytest.raises(KeyError):
+            system.find(player("b"))
+        with pytest.raises(KeyError):
+            system.dismiss(player("b"))
+        again = system.spawn(troupe.part("b"))
+        ref.tell(Note(-1))  # the address of the one before, and it stays that
+        again.tell(Note(2))
+        assert await troupe.pass_time(0) == ["b.2 built", "b.2 started", "b.2 Note 2"]
+        assert not again.is_stopped
+    assert troupe.news() == ["b.2 stopped", "a.1 stopped"]
+
+
+@on_each_loop
+async def test_dismissed_with_drop_it_handles_nothing_more() -> None:
+    troupe = Troupe(a=Fate(), b=Fate())
+    async with troupe.system as system:
+        await troupe.pass_time(0)
+        troupe.news()
+        for number in range(100):
+            troupe.tell("b", Note(number))
+        system.dismiss(player("b"), drop=True)
+        assert await troupe.pass_time(0) == ["b.1 stopped"]
+        assert list(system.statistics()) == ["a"]
+
+
+@on_each_loop
+async def test_actors_spawn_and_dismiss() -> None:
+    troupe = Troupe(a=Fate())
+
+    def act(context: Context[object]) -> None:
+        context.spawn(troupe.part("b")).tell(Do(lambda context: context.dismiss(player("a"))))
+        context.spawn(troupe.part("c")).tell(Do(lambda context: context.dismiss(context.ref, drop=True)))
+        context.find(player("c")).tell(Note(1))
+
+    async with troupe.system as system:
+        await troupe.pass_time(0)
+        troupe.news()
+        troupe.tell("a", Do(act))
+        lines = await troupe.pass_time(0)
+        assert lines[:2] == ["b.1 built", "c.1 built"]
+        assert sorted(lines[2:]) == ["a.1 stopped", "b.1 started", "c.1 started", "c.1 stopped"]
+        assert list(system.statistics()) == ["b"]
+    spawned = [event.sender for event in troupe.events if isinstance(event, Delivered) and event.actor != "a"]
+    assert spawned == ["a", "a"]
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), _Exit("broken"), _Panic("broken")])
+@on_each_loop
+async def test_whoever_spawns_hears_of_a_constructor_that_raises(error: BaseException) -> None:
+    troupe = Troupe(a=Fate())
+
+    def fail(context: Context[object]) -> None:
+        context.worker("w")
+        context.after(1.0, Note(1))
+        raise error
+
+    def act(context: Context[object]) -> None:
+        with pytest.raises(ActorCrashed):
+            context.spawn(troupe.part("b"))
+        context.find(player("a")).tell(Note(1))
+
+    async with troupe.system as system:
+        troupe.hooks["b built"] = fail
+        with pytest.raises(_Exit if isinstance(error, _Exit) else ActorCrashed) as caught:
+            system.spawn(troupe.part("b"))
+        if isinstance(caught.value, ActorCrashed):
+            assert (caught.value.actor, caught.value.message_type) == ("b", "construction")
+            assert caught.value.__cause__ is error
+            troupe.tell("a", Do(act))
+            await settle()
+            assert troupe.news()[-1] == "a.1 Note 1"
+        assert troupe.clock.pending == 0
+        await until(lambda: "cuelight b w" not in {thread.name for thread in threading.enumerate()})
+        assert list(system.statistics()) == ["a"]
+        del troupe.hooks["b built"]
+        system.spawn(troupe.part("b"))
+    assert not troupe.failures
+
+
+@on_each_loop
+async def test_a_part_that_cannot_live_where_it_should_is_not_added() -> None:
+    troupe = Troupe(a=Fate())
+    local = Part(role("b"), lambda _: Diary("b", []), placement=InProcess())
+    async with troupe.system as system:
+        with pytest.raises(NotSendable):
+            system.spawn(local)
+        assert list(system.statistics()) == ["a"]
+    with pytest.raises(NotSendable):
+        await System([part(role("a"), []), local]).start()
+
+
+@on_each_loop
+async def test_what_is_spawned_while_the_system_closes_never_lives() -> None:
+    troupe = Troupe(a=Fate(), b=Fate())
+    refs: list[Ref[object]] = []
+    troupe.hooks["b stopped"] = lambda context: refs.append(context.spawn(troupe.part("late")))
+    async with troupe.system as system:
+        pass
+    refs.append(system.spawn(troupe.part("later")))
+    for ref in refs:
+        ref.tell(Note(1))
+        assert ref.is_stopped
+    assert troupe.lives == {"a": 1, "b": 1}
+    assert [system.statistics()[name].dropped for name in ("late", "later")] == [1, 1]
+
+
+@on_each_loop
+async def test_a_system_that_was_cancelled_takes_no_more_actors() -> None:
+    troupe = Troupe(a=Fate())
+    system = troupe.system
+    await system.start()
+    (host,) = [task for task in asyncio.all_tasks() if task.get_name() == "cuelight system"]
+    host.cancel()
+    await asyncio.wait([host])
+    assert system.spawn(troupe.part("b")).is_stopped
+    await system.stop()
+
+
+@on_each_loop
+async def test_ten_thousand_spawned_actors_answer() -> None:
+    async with System([]) as system:
+        refs = [system.spawn(part(role(f"actor {number}", capacity=1), [])) for number in range(10_000)]
+        answers = await asyncio.gather(*(ask(ref, Question, NET_SECONDS) for ref in refs))
+        assert answers == [42] * 10_000
+        for number in range(0, 10_000, 2):
+            system.dismiss(role(f"actor {number}"))
+        await until(lambda: len(system.statistics()) == 5000)
+        assert [ref.is_stopped for ref in refs] == [True, False] * 5000
+    assert all(ref.is_stopped for ref in refs)
+
+
+# An end in time.
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+@on_each_loop
+async def test_an_orderly_stop_gives_up_on_work_that_does_not_return(is_lazy: bool) -> None:
+    """It may be doing its last piece of work, or have others before it."""
+    troupe = Troupe(a=Fate(), b=Fate())
+    begun, may_end, ran = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> int:
+        begun.set()
+        may_end.wait(NET_SECONDS)
+        return 1
+
+    def act(context: Context[object]) -> None:
+        worker = context.worker("w")
+        worker.submit(work, done=Note, failed=lambda _: Note(-1))
+        if is_lazy:
+            worker.submit(lambda: ran.set() or 2, done=Note, failed=lambda _: Note(-1))
+
+    system = troupe.system
+    await system.start()
+    troupe.tell("a", Do(act))
+    await until(begun.is_set)
+    stopping = asyncio.create_task(system.stop(timeout_seconds=2.0))
+    await troupe.pass_time(1.9)
+    assert not stopping.done()
+    await troupe.pass_time(0.1)
+    assert stopping.done()
+    assert await stopping is None
+    await system.stop(timeout_seconds=1.0)  # harmless
+    assert troupe.clock.pending == 0
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "cuelight a w"]
+    may_end.set()
+    await until(lambda: not thread.is_alive())
+    await settle()
+    assert not ran.is_set()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@on_each_loop
+async def test_an_orderly_stop_drops_what_is_still_left_when_its_time_is_over() -> None:
+    troupe = Troupe(a=Fate(), b=Fate())
+    system = troupe.system
+    await system.start()
+    for number in range(5000):
+        troupe.tell("a", Note(number))
+    blocked = threading.Event()
+
+    class Slow(Actor[Note]):
+        def __init__(self, context: Context[object]) -> None:
+            self._context = context
+
+        def handle(self, message: Note) -> None:
+            if message.number == 0:
+                troupe.clock.advance(2.0)
+                blocked.set()
+
+    slow = system.spawn(Part(Role("slow", Note, capacity=5000), Slow))
+    for number in range(5000):
+        slow.tell(Note(number - 100))
+    with pytest.raises(MailboxFull):
+        slow.tell(Note(0))
+    await system.stop(timeout_seconds=1.0)
+    assert blocked.is_set()
+    dropped = system.statistics()["slow"].dropped
+    assert 0 < dropped < 5000
+    assert dropped + system.statistics()["slow"].delivered == 5000
+    assert {"a.1 stopped", "b.1 stopped"} <= set(troupe.news())
+    assert system.failure is None
+    assert troupe.clock.pending == 0
+
+
+@on_each_loop
+async def test_an_orderly_stop_that_is_in_time_leaves_no_timer() -> None:
+    troupe = Troupe(a=Fate())
+    await troupe.system.start()
+    troupe.tell("a", *[Note(number) for number in range(500)])
+    await troupe.system.stop(timeout_seconds=1000.0)
+    assert troupe.system.statistics()["a"].delivered == 500
+    assert troupe.clock.pending == 0
+
+
+@on_each_loop
+async def test_an_orderly_stop_gives_up_on_an_actor_that_is_not_yet_there() -> None:
+    """Its constructor keeps its thread."""
+    troupe = Troupe(a=Fate())
+    begun, may_end = threading.Event(), threading.Event()
+
+    def build(_: Context[object]) -> Diary:
+        begun.set()
+        may_end.wait(NET_SECONDS)
+        return Diary("far", [])
+
+    system = troupe.system
+    await system.start()
+    system.spawn(Part(Role("far", Note, 10), build, placement=OnThread()))
+    await until(begun.is_set)
+    stopping = asyncio.create_task(system.stop(timeout_seconds=1.0))
+    await troupe.pass_time(1.0)
+    await until(stopping.done)
+    assert stopping.exception() is None
+    may_end.set()
+
+
+@pytest.mark.parametrize("how", ["start", "cancel"])
+@on_each_loop
+async def test_a_life_that_is_cut_short_leaves_no_timer(how: str) -> None:
+    troupe = Troupe(a=Fate(), b=Fate())
+    troupe.hooks["a built"] = lambda context: context.after(1000.0, Note(1))
+    if how == "start":
+        troupe.hooks["b built"] = crash
+        with pytest.raises(ActorCrashed):
+            await troupe.system.start()
+    else:
+        await troupe.system.start()
+        (host,) = [task for task in asyncio.all_tasks() if task.get_name() == "cuelight system"]
+        host.cancel()
+        await asyncio.wait([host])
+    assert troupe.clock.pending == 0
+
+
+# Hosts.
+
+
+def test_a_system_in_a_loop_of_a_threads_own() -> None:
+    diaries: dict[str, list[str]] = {}
+
+    async def use(name: str) -> None:
+        async with System([part(role(), diaries.setdefault(name, []))]) as system:
+            system.find(role()).tell(Note(1))
+            assert await ask(system.find(role()), Question, NET_SECONDS) == 42
+
+    threads = [threading.Thread(target=lambda n=number: asyncio.run(use(f"{n}"))) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(NET_SECONDS)
+    assert list(diaries.values()) == [["actor started", "actor 1", "actor stopped"]] * 3
+
+
+PROGRAM = """
+import asyncio, sys, threading
+import uvloop
+from cuelight.kernel import Actor, Fate, Part, Role, System
+
+class Busy(Actor[int]):
+    def __init__(self, context):
+        self.context = context
+        self.worker = context.worker("w")
+    def handle(self, message):
+        if message == 1:
+            print("ready", flush=True)
+        if message == 2:
+            raise ValueError("broken")
+        self.context.ref.tell(message and 3)
+    def stopped(self):
+        print("stopped", flush=True)
+
+ROLE = Role("busy", int, 10)
+
+async def main():
+    async with System([Part(ROLE, Busy, Fate(restarts_max=5, backoff_seconds=0.0))]) as system:
+        for message in {messages}:
+            system.find(ROLE).tell(message)
+        await asyncio.Event().wait()
+
+try:
+    {runner}.run(main())
+except KeyboardInterrupt:
+    assert threading.enumerate() == [threading.main_thread()]
+    print("interrupted")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="interrupts a process as a terminal does")
+@pytest.mark.parametrize("messages", [(1,), (2, 1)], ids=["busy", "restarting"])
+@pytest.mark.parametrize("runner", ["asyncio", "uvloop"])
+def test_an_interrupt_ends_a_program_in_order(runner: str, messages: tuple[int, ...]) -> None:
+    program = PROGRAM.replace("{messages}", repr(messages)).replace("{runner}", runner)
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGINT)
+        out, errors = child.communicate(timeout=NET_SECONDS)
+    finally:
+        child.kill()
+    assert out == "stopped\ninterrupted\n"
+    assert child.returncode == 0
+    assert "Traceback" not in errors or 2 in messages  # then that of the crash is logged
+    assert "KeyboardInterrupt" not in errors
+    assert "never retrieved" not in errors
 
 
 # Workers.
@@ -829,9 +1439,10 @@ async def test_a_crash_is_heard_of_where_facts_become_fields_of_log_records(capl
         wrapper_class=structlog.stdlib.BoundLogger,
     )
     try:
-        async with System([part(role(), [], fail)], on_failure=failures.append) as system:
-            system.find(role()).tell(Note(0))
-            await until(lambda: bool(failures))
+        with pytest.raises(ActorCrashed):
+            async with System([part(role(), [], fail)], on_failure=failures.append) as system:
+                system.find(role()).tell(Note(0))
+                await asyncio.Event().wait()
     finally:
         structlog.reset_defaults()
     (record,) = caplog.records

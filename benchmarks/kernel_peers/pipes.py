@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from typing import cast
 
 from benchmarks.kernel_peers import ASKS, PROCESS, TIMEOUT_SECONDS, Effort, Outcome, asked, blocking_rate, rate
 
@@ -21,9 +22,10 @@ def _child(serve: Callable[..., None], *arguments: object) -> Iterator[None]:
     process.start()
     try:
         yield
-    finally:
         process.join(TIMEOUT_SECONDS)
         assert process.exitcode == 0, "the echo ends when its client has closed"
+    finally:
+        process.kill()
 
 
 def _serve_pipe(far: Connection[int | None, int | None]) -> None:
@@ -47,8 +49,9 @@ def pipe(effort: Effort) -> Outcome:
 
 
 def _serve_socket(far: socket.socket) -> None:
-    while frame := far.recv(FRAME_BYTES, socket.MSG_WAITALL):
-        far.sendall(frame)
+    with far:
+        while frame := far.recv(FRAME_BYTES, socket.MSG_WAITALL):
+            far.sendall(frame)
 
 
 def socketpair(effort: Effort) -> Outcome:
@@ -71,8 +74,7 @@ class _Server(asyncio.Protocol):
         self.lost = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._write = transport.write
+        self._write = cast(asyncio.WriteTransport, transport).write  # uvloop's is none by its class
 
     def data_received(self, data: bytes) -> None:
         self._write(data)
@@ -93,16 +95,18 @@ async def _serve_until_lost(far: socket.socket) -> None:
     await server.lost
 
 
-def _serve_in_loop(far: socket.socket, factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    with asyncio.Runner(loop_factory=factory) as runner:
+def _serve_in_loop(far: socket.socket) -> None:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve_until_lost(far))
 
 
 async def socketpair_in_loop(effort: Effort) -> Outcome:
-    """The same frames, both sides protocols of an event loop of the same kind."""
+    """The same frames, both sides protocols of an event loop; the child's is uvloop's, as in the libraries compared."""
     loop = asyncio.get_running_loop()
     near, far = socket.socketpair()
-    with _child(_serve_in_loop, far, type(loop)):
+    with _child(_serve_in_loop, far):
         far.close()
         transport, client = await loop.create_connection(_Client, sock=near)
 
@@ -116,5 +120,7 @@ async def socketpair_in_loop(effort: Effort) -> Outcome:
         try:
             return asked(await rate(batch, effort.seconds), PROCESS)
         finally:
-            transport.abort()  # the one way to have closed the socket before the loop's next turn
-            near.close()
+            near.shutdown(
+                socket.SHUT_RDWR
+            )  # seen by the child although this loop takes no further turn before the join
+            transport.close()

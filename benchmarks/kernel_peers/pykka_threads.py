@@ -6,7 +6,7 @@ import gc
 import time
 from typing import NamedTuple
 
-import pykka
+import pykka  # type: ignore[import-not-found]  # lives in an environment of its own
 
 from benchmarks.kernel_peers import (
     ASKERS,
@@ -41,7 +41,7 @@ class Echo(NamedTuple):
     value: int
 
 
-class Replier(pykka.ThreadingActor):
+class Replier(pykka.ThreadingActor):  # type: ignore[misc]  # the same
     """Counts, and answers."""
 
     use_daemon_thread = True

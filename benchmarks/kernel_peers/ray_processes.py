@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-import ray  # noqa: E402  # it reads the variable when imported
+import ray  # type: ignore[import-not-found]  # lives in an environment of its own, and reads the variable here
 
-from benchmarks.kernel_peers import (  # noqa: E402
+from benchmarks.kernel_peers import (
     ASK,
     ASKERS,
     ASKS,
@@ -33,7 +33,6 @@ ACTORS_MAX = 20
 STORE_BYTES = 200 * 1024 * 1024
 
 
-@ray.remote
 class Replier:
     """Counts, and answers."""
 
@@ -57,6 +56,9 @@ class Replier:
         return os.getpid()
 
 
+RemoteReplier = ray.remote(Replier)
+
+
 @contextmanager
 def _cluster() -> Iterator[None]:
     ray.init(
@@ -76,7 +78,7 @@ def tell(effort: Effort) -> Outcome:
     """Bursts of calls whose results nobody gets, each followed by a question after their number."""
     sent = 0
     with _cluster():
-        actor = Replier.remote()
+        actor = RemoteReplier.remote()
 
         def burst() -> None:
             nonlocal sent
@@ -90,7 +92,7 @@ def tell(effort: Effort) -> Outcome:
 
 def _ask(effort: Effort, figure: str) -> Outcome:
     with _cluster():
-        actor = Replier.remote()
+        actor = RemoteReplier.remote()
 
         def batch() -> None:
             for value in range(ASKS):
@@ -112,7 +114,7 @@ def process(effort: Effort) -> Outcome:
 def crowd(effort: Effort) -> Outcome:
     """As many results awaited together, instead of as many that ask."""
     with _cluster():
-        actor = Replier.remote()
+        actor = RemoteReplier.remote()
 
         def batch() -> None:
             for _ in range(ROUNDS):
@@ -126,7 +128,7 @@ def spawn(effort: Effort) -> Outcome:
     """A few actors, so a few processes, which start side by side."""
     with _cluster():
         begin = time.perf_counter()
-        actors = [Replier.remote() for _ in range(min(effort.actors, ACTORS_MAX))]
+        actors = [RemoteReplier.remote() for _ in range(min(effort.actors, ACTORS_MAX))]
         answers = ray.get([actor.echo.remote(value) for value, actor in enumerate(actors)], timeout=TIMEOUT_SECONDS)
         seconds = time.perf_counter() - begin
         assert answers == list(range(len(actors)))

@@ -15,10 +15,14 @@ from cuelight.kernel.errors import (
     RemoteError,
 )
 from cuelight.kernel.events import Delivered, Ended, Event, Started, Tap
+from cuelight.kernel.faults import Faults, SimulatedCrash, SimulatedKill
+from cuelight.kernel.journal import Journal
 from cuelight.kernel.log import Logger, get_logger
 from cuelight.kernel.mailbox import OWN, Mailbox, MailboxStatistics
+from cuelight.kernel.records import JournalReader, Recorded, read_journal
 from cuelight.kernel.ref import Address, Ref, ask
 from cuelight.kernel.role import InLoop, InProcess, OnThread, Part, Placement, Role
+from cuelight.kernel.simulation import Simulation, SimulationError, for_each_seed
 from cuelight.kernel.supervision import Fate, Strategy, Terminated
 from cuelight.kernel.system import System
 from cuelight.kernel.worker import Worker, WorkerThread
@@ -35,9 +39,12 @@ __all__ = [
     "Ended",
     "Event",
     "Fate",
+    "Faults",
     "InLoop",
     "InProcess",
+    "Journal",
     "JournalError",
+    "JournalReader",
     "KernelError",
     "Logger",
     "LoopClock",
@@ -51,9 +58,14 @@ __all__ = [
     "OnThread",
     "Part",
     "Placement",
+    "Recorded",
     "Ref",
     "RemoteError",
     "Role",
+    "SimulatedCrash",
+    "SimulatedKill",
+    "Simulation",
+    "SimulationError",
     "Started",
     "Strategy",
     "System",
@@ -63,5 +75,7 @@ __all__ = [
     "Worker",
     "WorkerThread",
     "ask",
+    "for_each_seed",
     "get_logger",
+    "read_journal",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from types import UnionType
-from typing import TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -28,46 +28,56 @@ def type_name(kind: type) -> Name:
 
 
 def reachable(protocols: Iterable[object]) -> dict[Name, type]:
-    """The message types of these protocols, and those that the addresses in their fields take as answers.
+    """The message types of these protocols, and those that the addresses within them take as answers.
 
-    Raises NotSendable for a type whose annotations cannot be resolved.
+    A generic one comes with its arguments, as it is spelled there.
+
+    Raises NotSendable for a type whose annotations cannot be resolved, and for a generic one with various arguments:
+    what crosses says that it is a tuple, and not of what.
     """
     found: dict[Name, type] = {}
+    searched: set[type] = set()
     todo = list(protocols)
     while todo:
-        for kind in members(todo.pop()):
-            if type_name(kind) not in found:
-                found[type_name(kind)] = kind
-                todo.extend(_answers(kind))
+        for kind, hint in members(todo.pop()):
+            name = type_name(kind)
+            if name not in found:
+                found[name] = cast(type, hint)
+                todo.extend(_answers(hint, searched))
+            elif found[name] != hint:
+                raise NotSendable(f"{found[name]} and {hint} cannot be told apart once they have crossed")
     return found
 
 
-def members(protocol: object) -> Iterator[type]:
-    """The classes that a protocol, a union or a single type, is made of."""
+def members(protocol: object) -> Iterator[tuple[type, object]]:
+    """The classes that a protocol, a union or a single type, is made of, and how each is spelled there."""
     if get_origin(protocol) in (UnionType, Union):
         for member in get_args(protocol):
             yield from members(member)
     else:
         kind = get_origin(protocol) or protocol
         if isinstance(kind, type):
-            yield kind
+            yield kind, protocol
 
 
-def _answers(kind: type) -> Iterator[object]:
-    """The protocols of the addresses among the fields of a message type."""
-    if kind.__module__ == "builtins":
-        return
-    try:
-        hints = get_type_hints(kind)
-    except Exception as error:  # whatever the names in an annotation make of being looked up
-        raise NotSendable(f"the annotations of {type_name(kind)} cannot be resolved: {error}") from error
-    todo = list(hints.values())
+def _answers(hint: object, searched: set[type]) -> Iterator[object]:
+    """The protocols of the addresses in a message type, however deep."""
+    todo = [hint]
     while todo:
         hint = todo.pop()
+        todo.extend(() if _is_address(hint) else get_args(hint))
         if _is_address(hint):
             yield from get_args(hint)
-        else:
-            todo.extend(get_args(hint))
+        elif isinstance(kind := get_origin(hint) or hint, type) and kind not in searched:
+            searched.add(kind)
+            todo.extend(_field_hints(kind))
+
+
+def _field_hints(kind: type) -> list[object]:
+    try:
+        return list(get_type_hints(kind).values())
+    except Exception as error:  # whatever the names in an annotation make of being looked up
+        raise NotSendable(f"the annotations of {type_name(kind)} cannot be resolved: {error}") from error
 
 
 def _is_address(hint: object) -> bool:
@@ -117,7 +127,7 @@ class Codec:
         decoder = self._decoders.get(name) or self._decoder(name)
         try:
             return decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except Exception as error:  # of msgspec, or of the type's own checks
             raise NotSendable(f"these bytes are no {name}: {error}") from error
 
     def _decoder(self, name: Name) -> msgspec.msgpack.Decoder[object]:
@@ -133,5 +143,5 @@ class Codec:
 
     def _decode_other(self, hint: type, value: object) -> object:
         if _is_address(hint) and isinstance(value, str | int):
-            return self._to_address(value, tuple(kind for arg in get_args(hint) for kind in members(arg)))
+            return self._to_address(value, tuple(kind for arg in get_args(hint) for kind, _ in members(arg)))
         raise NotSendable(f"{hint} cannot be decoded")

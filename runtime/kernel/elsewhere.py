@@ -39,12 +39,16 @@ from cuelight.kernel.wire import (
     Ready,
     Slow,
     Stop,
+    Stopped,
     Watch,
     Wire,
     encoded,
 )
 
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG, prctl(2)
+
+_WORDS_MAX: Final = 32_000
+"""Of an error and of its traceback, in characters."""
 
 preparing = threading.Event()
 """Set while this child imports its parent's main module: nothing may be started from there."""
@@ -79,7 +83,7 @@ class _Elsewhere(System):
         self._far = {each.name: each for each in engagement.cast}
         self._far_refs: dict[str, Ref[object]] = {}
         types = reachable(each.accepts for each in engagement.cast)
-        packer = Packer(types, self._known, engagement.bytes_max, first_id=engagement.life << 32)
+        packer = Packer(types, set(self._far), self._known, engagement.bytes_max, first_id=engagement.life << 32)
         self.wire = Wire(packer, self)
 
     def _known(self, name: str) -> Ref[object] | None:
@@ -173,6 +177,8 @@ class _Elsewhere(System):
             assert self._host is not None
             await asyncio.wait([self._host])
             self._acknowledge()
+            if self.failure is None:
+                self.wire.send(Stopped())
         self._on_lost = _nothing
         await self.wire.finish()
 
@@ -182,7 +188,12 @@ def _nothing() -> None:
 
 
 def _last_words(message_type: str, error: BaseException) -> Crashed:
-    return Crashed(message_type, repr(error), "".join(traceback.format_exception(error)).rstrip())
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return Crashed(message_type, _sendable(repr(error)[:_WORDS_MAX]), _sendable(trace[-_WORDS_MAX:]))
+
+
+def _sendable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -207,14 +218,17 @@ def live(connection: socket.socket, engagement: Engagement, on_lost: Callable[[]
 def main(descriptor: int) -> None:
     """A child process: its first two messages say how to be like its parent, and what to play."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to act upon
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
     try:
         parent, preparation, engagement = (_receive(connection) for _ in range(3))
         _die_with(int(parent))
         _prepare(preparation)
         life = pickle.loads(engagement)
     except BaseException as error:
-        connection.sendall(encoded(_last_words("construction", error)))
+        with suppress(OSError):  # the parent is gone
+            connection.sendall(encoded(_last_words("construction", error)))
         sys.exit(1)
     live(connection, life, on_lost=lambda: os._exit(1))
 

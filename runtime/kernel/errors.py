@@ -43,7 +43,10 @@ class ActorStopped(KernelError):
 
 
 class ActorCrashed(KernelError):
-    """An actor's constructor, hook or handler raised, or the process it lived in died (`message_type` is "" then)."""
+    """An actor's constructor, hook or handler raised, or the process it lived in died.
+
+    `message_type` is the name of the message's type, "construction", "started", "stopped", or "" for a death.
+    """
 
     def __init__(self, actor: str, message_type: str, error: BaseException) -> None:
         happened = f"crashed on {message_type}: {error!r}" if message_type else f"died: {error}"

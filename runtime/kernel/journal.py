@@ -35,6 +35,9 @@ BUFFER_BYTES_MAX: Final = 1024 * 1024
 STRONG_ADDRESSES_MAX: Final = 1024
 """Of the addresses that nothing can refer to weakly, so many keep their number at a time."""
 
+OPAQUE_CHARS_MAX: Final = 200
+"""Of a message that cannot be recorded, so much is said."""
+
 log = get_logger("cuelight.kernel")
 
 
@@ -184,13 +187,13 @@ class _Numbers:
         if isinstance(address, Ref):
             return address.name
         key = id(address)
-        if (known := self._weak.get(key)) is not None and known[0]() is address:
+        if (known := self._weak.get(key)) is not None:
             return known[1]
         if (held := self._strong.get(key)) is not None:
             return held[1]
         self._count += 1
         try:
-            self._weak[key] = (weakref.ref(address, lambda gone: self._forget(key, gone)), self._count)
+            self._weak[key] = (weakref.ref(address, lambda _: self._weak.pop(key, None)), self._count)
         except TypeError:  # its class has slots, and none for this
             self._strong[key] = (address, self._count)
             if len(self._strong) > STRONG_ADDRESSES_MAX:
@@ -201,11 +204,6 @@ class _Numbers:
         """Nothing will be numbered any more."""
         self._weak.clear()
         self._strong.clear()
-
-    def _forget(self, key: int, gone: weakref.ref[Address[object]]) -> None:
-        # Its place in memory may already be another's.
-        if (known := self._weak.get(key)) is not None and known[0] is gone:
-            del self._weak[key]
 
 
 def _create(path: Path, header: bytes) -> int:
@@ -240,6 +238,8 @@ def _claim(file: int, path: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise JournalError(f"another journal is being written to {path}") from None
+        except OSError:
+            pass  # a file system without locks
     if status.st_size and os.read(file, len(MAGIC)) != MAGIC:
         raise JournalError(f"{path} exists and is no journal: it is not overwritten")
 
@@ -250,11 +250,8 @@ def _no_address(_: AddressId, __: tuple[type, ...]) -> Address[object]:
 
 def _described(message: object) -> str:
     words = reprlib.Repr()
-    words.maxother = words.maxstring = 200
-    try:
-        return _encodable(words.repr(message))
-    except Exception as error:
-        return f"<{type(message).__qualname__}, {type(error).__name__} when shown>"
+    words.maxother = OPAQUE_CHARS_MAX
+    return _encodable(words.repr_instance(message, 1))  # which copes with one that raises
 
 
 def _encodable(text: str) -> str:

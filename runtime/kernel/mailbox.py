@@ -115,8 +115,9 @@ class Mailbox:
 
     def take(self) -> Entry:
         """The next entry: the oldest urgent one, else the oldest. The mailbox must not be empty."""
+        entry = (self._urgent or self._ordinary).popleft()
         self._delivered += 1
-        return (self._urgent or self._ordinary).popleft()
+        return entry
 
     def put_back(self, entries: Iterable[Entry], *, urgent: bool) -> None:
         """Return entries that were taken and never handled to the front of their lane, in order."""

@@ -27,7 +27,24 @@ from cuelight.kernel.ref import Address
 from cuelight.kernel.role import InLoop, InProcess
 from cuelight.kernel.stage import Seat
 from cuelight.kernel.system import Performer, System
-from cuelight.kernel.wire import WINDOW, Begun, Crashed, Frame, Packed, Packer, Ready, Slow, Stop, Watch, Wire, framed
+from cuelight.kernel.wire import (
+    WINDOW,
+    Begun,
+    Crashed,
+    Frame,
+    Packed,
+    Packer,
+    Ready,
+    Slow,
+    Stop,
+    Stopped,
+    Watch,
+    Wire,
+    framed,
+)
+
+_LINGER_SECONDS = 5.0
+"""For what a process does at its exit once its actor's life is over."""
 
 _LAST_WORDS_SECONDS = 1.0
 """For what a process sent before it exited. Only a descendant of it that keeps the socket can make that take long."""
@@ -37,25 +54,26 @@ CHILD = "import sys; sys.path[:] = {path!r}; from cuelight.kernel.elsewhere impo
 
 def packer(system: System, seat: Seat) -> Packer:
     """Makes messages ready for this seat's actor. Raises NotSendable for a part that cannot live where it should."""
-    placement = seat.part.placement
-    assert not isinstance(placement, InLoop)
-    if isinstance(placement, InProcess):
-        _pickled(_engagement(system, seat, seed=0))
-    return Packer(_types(system), system.known, placement.message_bytes_max)
+    engagement = _engagement(system, seat, seed=0)
+    if isinstance(seat.part.placement, InProcess):
+        _pickled(engagement)
+    return Packer(*_vocabulary(engagement), system.known, engagement.bytes_max)
 
 
-def _types(system: System) -> dict[Name, type]:
-    return reachable(part.role.accepts for part in system.parts())
+def _vocabulary(engagement: Engagement) -> tuple[dict[Name, type], set[str]]:
+    """The messages that may cross, and the actors known by name at the other end."""
+    return reachable(role.accepts for role in engagement.cast), {role.name for role in engagement.cast}
 
 
 class Placed(Performer):
     """One life of an actor that lives on a thread or in a process of its own."""
 
     def __init__(self, system: System, seat: Seat, packer: Packer, seed: int) -> None:
-        packer.types.update(_types(system))  # others may have joined the cast
         self._system = system
         self._seat = seat
         self._engagement = _engagement(system, seat, seed)
+        types, packer.names = _vocabulary(self._engagement)  # others may have joined the cast
+        packer.types.update(types)
         self._wire = Wire(packer, self)
         self._handed_over: tuple[deque[Entry], deque[Entry]] = (deque(), deque())
         self._room = asyncio.Event()
@@ -63,23 +81,22 @@ class Placed(Performer):
         self._gone = asyncio.Event()
         self._crash: ActorCrashed | None = None
         self._is_orderly = False
+        """What has not been begun is known."""
+        self._is_expected = False
+        """The end of the thread or process is no crash."""
         self._is_told_to_stop = False
         self._end: Callable[[], object] = self._wire.close
 
     async def open(self) -> None:
         """Begin the life. Raises ActorCrashed; nothing is left running then, nor when this is cancelled."""
         loop = asyncio.get_running_loop()
-        near, far = socket.socketpair()
         try:
-            launch = _launch_process if isinstance(self._seat.part.placement, InProcess) else _launch_thread
-            with far:
-                self._end, introduction = launch(far, self._engagement, self._exited_from(loop))
-            await loop.create_unix_connection(lambda: self._wire, sock=near)
-            self._wire.send_before_frames(introduction)
-        except (OSError, KernelError) as error:
-            near.close()
+            near, introduction = self._launch(loop)
+        except (OSError, RuntimeError, KernelError) as error:  # no descriptor, process or thread is to be had
             raise ActorCrashed(self._seat.name, "construction", error) from error
         try:
+            await loop.create_unix_connection(lambda: self._wire, sock=near)
+            self._wire.write(introduction)
             await self._ready
         except BaseException:
             self.kill()
@@ -87,15 +104,28 @@ class Placed(Performer):
                 await self.gone()
             raise
 
+    def _launch(self, loop: asyncio.AbstractEventLoop) -> tuple[socket.socket, bytes]:
+        launch = _launch_process if isinstance(self._seat.part.placement, InProcess) else _launch_thread
+        near, far = socket.socketpair()
+        with far:
+            try:
+                self._end, introduction = launch(far, self._engagement, self._exited_from(loop))
+            except BaseException:
+                near.close()
+                raise
+        return near, introduction
+
     async def perform(self) -> None:
         """Hand messages over until the mailbox is closed and empty, or the seat is to be left. Raises ActorCrashed."""
         mailbox = self._seat.mailbox
         try:
             while not self._gone.is_set():
-                await mailbox.wait()
-                if self._seat.is_leaving or (mailbox.closed and not len(mailbox)):
+                is_last = mailbox.closed and not len(mailbox)
+                if self._seat.is_leaving or self._wire.over.is_set() or is_last:
                     self._stop()
                     await self._gone.wait()
+                elif not len(mailbox):
+                    await mailbox.wait()
                 elif sum(map(len, self._handed_over)) < WINDOW:
                     self._hand_over()
                 else:
@@ -110,8 +140,6 @@ class Placed(Performer):
 
     def _hand_over(self) -> None:
         mailbox, system = self._seat.mailbox, self._system
-        if not len(mailbox):
-            return
         arrived, sender, message = mailbox.take()
         # What the kernel itself posts has not been packed by a sender.
         packed = message if isinstance(message, Packed) else self._wire.packer.pack(message)
@@ -153,6 +181,8 @@ class Placed(Performer):
             case Crashed(message_type, error, trace):
                 self._is_orderly = self._crash is None
                 self._fail(ActorCrashed(name, message_type, RemoteError(error, trace)))
+            case Stopped():
+                self._is_expected = True
             case Ready():
                 if not self._ready.done():
                     self._ready.set_result(None)
@@ -169,10 +199,9 @@ class Placed(Performer):
             moment.acting = outer
 
     def failed(self, message_type: str, error: Exception, /) -> None:
-        """What the actor told could not be handed on: that is its crash, as at home."""
+        """What the actor said could not be handed on: that is its crash, as at home."""
         self._fail(ActorCrashed(self._seat.name, message_type, error))
-        self._end()
-        self._wire.close()
+        self.kill()
 
     def _fail(self, crash: ActorCrashed) -> None:
         self._crash = self._crash or crash
@@ -181,8 +210,8 @@ class Placed(Performer):
             self._ready.exception()  # whoever waited may have been cancelled
 
     def lost(self) -> None:
-        """The connection is over: whatever still lives there must not."""
-        self._end()
+        """The connection is over: whatever still lives there must not for long."""
+        asyncio.get_running_loop().call_later(_LINGER_SECONDS, self._end)
 
     def _exited_from(self, loop: asyncio.AbstractEventLoop) -> Callable[[str], None]:
         def exited(how: str) -> None:
@@ -199,9 +228,10 @@ class Placed(Performer):
         with anyio.move_on_after(_LAST_WORDS_SECONDS):
             await self._wire.over.wait()
         self._wire.close()
-        if not self._is_told_to_stop or not self._ready.done():
+        if not self._is_expected:
             self._fail(ActorCrashed(self._seat.name, "", RemoteError(how)))
-        self.abandon()
+        self._gone.set()
+        self.nudge()
 
     def nudge(self) -> None:
         """The seat has changed: look."""
@@ -210,7 +240,7 @@ class Placed(Performer):
 
     def kill(self) -> None:
         """End a process at once, and a thread when its handler returns. This is no crash."""
-        self._is_told_to_stop = True
+        self._is_expected = True
         self._wire.close()
         self._end()
 
@@ -220,6 +250,8 @@ class Placed(Performer):
 
     def abandon(self) -> None:
         """Wait for it no longer."""
+        if not self._ready.done():
+            self._ready.cancel()
         self._gone.set()
         self.nudge()
 
@@ -263,11 +295,18 @@ def _launch_process(
     if elsewhere.preparing.is_set():
         raise KernelError("the main module starts a system while a child imports it: guard that with __name__")
     payload = _pickled(engagement)
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD.format(path=sys.path, descriptor=far.fileno())],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[far.fileno()],
-    )
+    # Importing the parent's main module runs its code again: only where the actor comes from there.
+    preparation = pickle.dumps(_preparation(name, needs_main=b"__main__" in payload))
+    # Until it can ignore an interrupt, none reaches it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD.format(path=sys.path, descriptor=far.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[far.fileno()],
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def watch() -> None:
         status = child.wait()
@@ -275,8 +314,6 @@ def _launch_process(
         exited(f"its process {how}")
 
     threading.Thread(target=watch, name=f"{name} process", daemon=True).start()
-    # Importing the parent's main module runs its code again: only where the actor comes from there.
-    preparation = pickle.dumps(_preparation(name, needs_main=b"__main__" in payload))
     return child.kill, b"".join(map(framed, (str(os.getpid()).encode(), preparation, payload)))
 
 

@@ -21,13 +21,28 @@ from cuelight.kernel.worker import Worker
 
 M = TypeVar("M")
 
+INTERRUPTS = (KeyboardInterrupt, SystemExit)
+"""The whole program is to end. Whatever else an actor raises is its crash."""
+
 log = get_logger("cuelight.kernel")
 
 
 class Seat:
     """A part's place in the cast, over all of its actor's lives."""
 
-    __slots__ = ("is_leaving", "is_over", "life", "lives", "mailbox", "name", "part", "ref", "restart", "watchers")
+    __slots__ = (
+        "is_leaving",
+        "is_over",
+        "life",
+        "lives",
+        "mailbox",
+        "name",
+        "part",
+        "ref",
+        "restart",
+        "watched",
+        "watchers",
+    )
 
     def __init__(self, part: Part[object], mailbox: Mailbox) -> None:
         self.name = part.role.name
@@ -43,6 +58,7 @@ class Seat:
         self.is_over = False
         """There will be no other life."""
         self.watchers: dict[str, Seat] = {}
+        self.watched: set[Seat] = set()
 
     def _is_closed(self) -> bool:
         return self.mailbox.closed
@@ -51,11 +67,15 @@ class Seat:
 class Life:
     """One life of an actor: what it was given, and all that must end with it."""
 
-    __slots__ = ("_seat", "_stage", "_timers", "number", "workers")
+    __slots__ = ("_seat", "_stage", "_timers", "ended_seconds", "number", "seconds", "workers")
 
     def __init__(self, stage: Stage, seat: Seat) -> None:
         seat.lives += 1
         self.number = seat.lives
+        self.seconds = stage.clock.now()
+        """When it began."""
+        self.ended_seconds: float | None = None
+        """When it was told to stop, where that is known."""
         self.workers: list[Worker[object]] = []
         self._stage = stage
         self._seat = seat
@@ -148,6 +168,7 @@ class Stage(ABC):
         """From now on `watcher` hears of the end of each life of the actor of this name."""
         seat = self._seats[name]
         seat.watchers[watcher.name] = watcher
+        watcher.watched.add(seat)
         if seat.is_over:
             watcher.mailbox.post(Terminated(name, "", is_restarting=False), name)
 
@@ -168,21 +189,24 @@ class Stage(ABC):
         seat.life = Life(self, seat)
         seed = self._chance.getrandbits(64)
         if self.tap is not None:
-            self.tap(Started(self.clock.now(), seat.name, seat.life.number, seed))
+            self.tap(Started(seat.life.seconds, seat.name, seat.life.number, seed))
         return seed
 
     def _build(self, seat: Seat) -> Actor[object]:
         """The seat's actor, for a new life. Raises ActorCrashed."""
         seed = self._begin_life(seat)
         assert seat.life is not None
-        self.moment.seconds = self.clock.now()
-        self.moment.acting, outer = seat.name, self.moment.acting
+        moment = self.moment
+        outer = moment.acting, moment.seconds
+        moment.acting, moment.seconds = seat.name, seat.life.seconds
         try:
             return seat.part.build(Context(seat.ref, self.moment, seed, seat.life))
-        except Exception as error:
+        except INTERRUPTS:
+            raise
+        except BaseException as error:
             raise ActorCrashed(seat.name, "construction", error) from error
         finally:
-            self.moment.acting = outer
+            moment.acting, moment.seconds = outer
 
     def _end_life(self, seat: Seat, crash: ActorCrashed | None, *, drop: bool = False) -> None:
         """A life is over: tell those who watch, and let supervision decide what follows a crash."""
@@ -192,7 +216,7 @@ class Stage(ABC):
         error = "" if crash is None else str(crash)
         now = self.clock.now()
         if self.tap is not None:
-            self.tap(Ended(now, seat.name, life.number, error))
+            self.tap(Ended(now if life.ended_seconds is None else life.ended_seconds, seat.name, life.number, error))
         verdict, is_beyond_fate = None, False
         if crash is not None:
             self._report_crash(crash)
@@ -203,15 +227,31 @@ class Stage(ABC):
                     verdict = None  # it was about to stop
         is_restarting = verdict is not None or seat.restart is not None
         seat.is_over = not is_restarting
-        for watcher in seat.watchers.values():
-            if not watcher.mailbox.closed:
-                watcher.mailbox.post(Terminated(seat.name, error, is_restarting), seat.name)
+        self._tell_watchers(seat, error, is_restarting=is_restarting)
         if verdict is not None:
             for name in verdict.names:
                 self._seats[name].restart = verdict
             self._begin_restart(verdict)
         elif crash is not None and is_beyond_fate:
             self._fail(crash)
+
+    def _tell_watchers(self, seat: Seat, error: str, *, is_restarting: bool) -> None:
+        for watcher in seat.watchers.values():
+            if not watcher.mailbox.closed:
+                watcher.mailbox.post(Terminated(seat.name, error, is_restarting), seat.name)
+
+    def _leave_cast(self, seat: Seat) -> None:
+        """A dismissed actor's role is free again."""
+        if seat.restart is not None:
+            self._tell_watchers(seat, "", is_restarting=False)  # they expect another life
+        seat.is_over, seat.restart = True, None
+        for watcher in seat.watchers.values():
+            watcher.watched.discard(seat)
+        for watched in seat.watched:
+            if watched.watchers.get(seat.name) is seat:
+                del watched.watchers[seat.name]
+        del self._seats[seat.name]
+        self._supervision.forget(seat.name)
 
     def _report_crash(self, crash: ActorCrashed) -> None:
         log.error("actor_crashed", actor=crash.actor, message_type=crash.message_type, exc_info=crash.__cause__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Never, Self, TypeVar
 
@@ -19,7 +19,7 @@ from cuelight.kernel.log import get_logger
 from cuelight.kernel.mailbox import MailboxStatistics
 from cuelight.kernel.ref import Ref
 from cuelight.kernel.role import InLoop, Part, Role
-from cuelight.kernel.stage import Seat, Stage
+from cuelight.kernel.stage import INTERRUPTS, Seat, Stage
 from cuelight.kernel.supervision import Verdict
 from cuelight.kernel.worker import WorkerThread
 
@@ -96,7 +96,6 @@ class System(Stage):
         self._opener: asyncio.Task[object] | None = None
         self._was_interrupted = False
         self._drop = False
-        self._is_abandoned = False
         self.failure: ActorCrashed | None = None
         """The crash that ended the system."""
 
@@ -109,6 +108,7 @@ class System(Stage):
         assert self._host is None, "a system is started once"
         self.clock = self._own_clock or LoopClock(asyncio.get_running_loop())
         self._closing = asyncio.Event()
+        self._patience = anyio.CancelScope()
         for part in self._cast:
             self._add_seat(part)
         for seat in self._seats.values():
@@ -118,9 +118,7 @@ class System(Stage):
                 self._performers[seat.name] = await self._enter(seat)
         except BaseException:
             self._drop = True
-            with anyio.CancelScope(shield=True):
-                await self._kill_all()
-                await self._dismiss_workers()
+            await self._clear()
             raise
         started = asyncio.Event()
         self._host = asyncio.create_task(self._run(started), name="cuelight system")
@@ -133,24 +131,28 @@ class System(Stage):
     async def stop(self, *, drop: bool = False, timeout_seconds: float | None = None) -> None:
         """Stop every actor, sources first, after it has handled what waits for it (with `drop`, without).
 
-        After `timeout_seconds` the rest is dropped, child processes are killed, and threads whose work does not
-        return are left to themselves. Without it, waits as long as the actors need. Harmless when done twice.
+        Nobody restarts any more. After `timeout_seconds` the rest is dropped, child processes are killed, and threads
+        whose work does not return are left to themselves. Without it, waits as long as the actors need. Harmless when
+        done twice.
         """
         if self._host is None:
             return
-        self._drop = self._drop or drop
-        self._closing.set()
-        hurry = None if timeout_seconds is None else self.clock.call_later(timeout_seconds, self._hurry)
-        with anyio.CancelScope(shield=True):  # a cancelled scope around the system would not let it end
-            if not self._host.done():  # maybe long ago, in a loop that is closed by now
+        if not self._host.done():  # maybe long ago, in a loop that is closed by now
+            self._drop = self._drop or drop
+            self._closing.set()
+            hurry = None if timeout_seconds is None else self.clock.call_later(timeout_seconds, self._hurry)
+            with anyio.CancelScope(shield=True):  # a cancelled scope around the system would not let it end
                 await asyncio.wait([self._host])
-        if hurry is not None:
-            hurry.cancel()
+            if hurry is not None:
+                hurry.cancel()
         if not self._host.cancelled() and (error := self._host.exception()) is not None:
             raise error
 
     async def __aenter__(self) -> Self:
         await self.start()
+        if self.failure is not None:  # before there was a body to cancel
+            await self.stop()
+            raise self.failure
         self._opener = asyncio.current_task()
         return self
 
@@ -159,12 +161,10 @@ class System(Stage):
     ) -> None:
         """Stop. Raises ActorCrashed where that ended the system: its body was cancelled then."""
         opener, self._opener = self._opener, None
+        # Whoever else has cancelled the body is to find it cancelled.
+        is_ours = self._was_interrupted and opener is not None and opener.uncancel() == 0
         await self.stop(drop=error is not None)
-        if self.failure is None:
-            return
-        if self._was_interrupted and opener is not None and opener.uncancel() > 0:
-            return  # somebody else has cancelled the body as well
-        if error is None or isinstance(error, asyncio.CancelledError):
+        if self.failure is not None and (error is None or (is_ours and isinstance(error, asyncio.CancelledError))):
             raise self.failure
 
     def statistics(self) -> dict[str, MailboxStatistics]:
@@ -176,24 +176,24 @@ class System(Stage):
 
         Raises:
             ActorCrashed: its constructor raised; nothing is added. Where it lives elsewhere, that is a crash later.
+            NotSendable: it cannot live where it should.
         """
         assert self._host is not None, "the system runs"
         seat = self._add_seat(typing.cast(Part[object], part))
-        self._prepare_to_send(seat)
         if self._closing.is_set():
             seat.mailbox.close(drop=True)
             return seat.ref
-        if not isinstance(part.placement, InLoop):
-            self._begin(seat, None)
-            return seat.ref
         try:
-            self._begin(seat, InTheLoop(self, seat, self._build(seat)))
-        except ActorCrashed:
+            self._prepare_to_send(seat)
+            is_here = isinstance(part.placement, InLoop)
+            performer = InTheLoop(self, seat, self._build(seat)) if is_here else None
+        except BaseException:
             seat.mailbox.close(drop=True)
-            assert seat.life is not None
-            seat.life.end(drop=True)
-            del self._seats[seat.name]
+            if seat.life is not None:
+                seat.life.end(drop=True)
+            self._leave_cast(seat)
             raise
+        self._begin(seat, performer)
         return seat.ref
 
     def dismiss(self, role: Role[Never], *, drop: bool = False) -> None:
@@ -241,7 +241,12 @@ class System(Stage):
         from cuelight.kernel.placement import Placed
 
         placed = Placed(self, seat, self._packers[seat.name], self._begin_life(seat))
-        await placed.open()
+        self._performers[seat.name] = placed  # it may have to be killed before it is there
+        try:
+            await placed.open()
+        except BaseException:
+            del self._performers[seat.name]
+            raise
         return placed
 
     def _begin(self, seat: Seat, performer: Performer | None) -> None:
@@ -260,13 +265,12 @@ class System(Stage):
                 await self._closing.wait()
                 await self._close()
         finally:
+            self._closing.set()
             for seat in self._seats.values():
                 seat.mailbox.close(drop=True)
             if self._on_end is not None:
                 self._on_end()
-            with anyio.CancelScope(shield=True):
-                await self._kill_all()
-                await self._dismiss_workers()
+            await self._clear()
 
     async def _close(self) -> None:
         for restart in self._restarts:
@@ -294,18 +298,18 @@ class System(Stage):
             self._closing.set()
             seat.mailbox.close(drop=True)
             raise
+        self._end(seat, crash)
+
+    def _end(self, seat: Seat, crash: ActorCrashed | None) -> None:
         self._performers.pop(seat.name, None)
         self._end_life(seat, crash, drop=self._drop)
         if seat.is_over and not self._closing.is_set():
             self._leave_cast(seat)
 
     def _leave_cast(self, seat: Seat) -> None:
-        """A dismissed actor's role is free again."""
-        seat.is_over, seat.restart = True, None
-        del self._seats[seat.name]
+        super()._leave_cast(seat)
         self._tasks.pop(seat.name, None)
         self._packers.pop(seat.name, None)
-        self._supervision.forget(seat.name)
 
     def _fail(self, crash: ActorCrashed) -> None:
         """Stop everyone, and tell whoever opened the system."""
@@ -322,30 +326,44 @@ class System(Stage):
             self._on_failure(crash)
 
     def _begin_restart(self, verdict: Verdict) -> None:
+        if self._closing.is_set():
+            for name in verdict.names:
+                self._seats[name].restart = None
+            return
         task = self._group.create_task(self._restart(verdict), name="cuelight restart")
         self._restarts.add(task)
         task.add_done_callback(self._restarts.discard)
 
     async def _restart(self, verdict: Verdict) -> None:
-        def concerned(names: Iterable[str]) -> list[Seat]:
-            return [self._seats[name] for name in names if name in self._seats and self._seats[name].restart is verdict]
+        def concerned(names: Iterable[str]) -> Iterator[Seat]:
+            """Those that no greater restart has taken over meanwhile."""
+            return (self._seats[name] for name in names if name in self._seats and self._seats[name].restart is verdict)
 
         for seat in concerned(reversed(verdict.names)):
-            seat.is_leaving = True
-            seat.mailbox.wake()
-            if (performer := self._performers.get(seat.name)) is not None:
-                performer.nudge()
-            await _all_done([self._tasks[seat.name]])
+            # Twice where a lesser restart is just bringing it back.
+            while seat.restart is verdict and not self._tasks[seat.name].done():
+                seat.is_leaving = True
+                seat.mailbox.wake()
+                if (performer := self._performers.get(seat.name)) is not None:
+                    performer.nudge()
+                await _all_done([self._tasks[seat.name]])
         await self._pause(verdict.delay_seconds)
         for seat in concerned(verdict.names):
-            try:
-                performer = await self._enter(seat)
-            except ActorCrashed as crash:
-                seat.restart = None
-                self._end_life(seat, crash)
-            else:
-                seat.restart = None
-                self._begin(seat, performer)
+            await self._begin_again(seat, verdict)
+
+    async def _begin_again(self, seat: Seat, verdict: Verdict) -> None:
+        performer = crash = None
+        self._tasks[seat.name] = typing.cast("asyncio.Task[None]", asyncio.current_task())
+        try:
+            performer = await self._enter(seat)
+        except ActorCrashed as error:
+            crash = error
+        if seat.restart is verdict:
+            seat.restart = None
+        if performer is not None:
+            self._begin(seat, performer)
+        else:
+            self._end(seat, crash)
 
     async def _pause(self, seconds: float) -> None:
         over = asyncio.Event()
@@ -357,28 +375,34 @@ class System(Stage):
 
     def _hurry(self) -> None:
         """The time for an orderly stop is over."""
-        self._drop = self._is_abandoned = True
+        self._drop = True
+        self._patience.cancel()
         for seat in self._seats.values():
             seat.mailbox.close(drop=True)
         for performer in list(self._performers.values()):
             performer.kill()
             performer.abandon()
+        for worker in self._workers:
+            worker.close(drop=True)
 
     def report_slow(self, actor: str, message_type: str, seconds: float) -> None:
         """A handler has kept its event loop from everything else for that long."""
         log.warning("slow_handler", actor=actor, message_type=message_type, seconds=round(seconds, 3))
 
-    async def _kill_all(self) -> None:
-        for performer in list(self._performers.values()):
-            performer.kill()
-            await performer.gone()
-
-    async def _dismiss_workers(self) -> None:
-        for worker in self._workers:
-            worker.close(drop=self._drop)
-        for worker in self._workers:
-            if not self._is_abandoned:
-                await worker.ended()
+    async def _clear(self) -> None:
+        """End whatever the lives have left behind."""
+        with anyio.CancelScope(shield=True):
+            for performer in list(self._performers.values()):
+                performer.kill()
+                await performer.gone()
+            for seat in self._seats.values():
+                if seat.life is not None:  # it was cancelled
+                    seat.life.end(drop=self._drop)
+            for worker in self._workers:
+                worker.close(drop=self._drop)
+            with self._patience:
+                for worker in self._workers:
+                    await worker.ended()
 
 
 class InTheLoop(Performer):
@@ -393,9 +417,10 @@ class InTheLoop(Performer):
         """Deliver messages until the mailbox is closed and empty, or the seat is to be left. Raises ActorCrashed."""
         seat, moment, now, actor = self._seat, self._system.moment, self._system.clock.now, self._actor
         mailbox, tap, slow = seat.mailbox, self._system.tap, self._system.slow_handler_seconds
-        message: object = None
+        message, hook = None, "started"
         try:
-            moment.acting, moment.seconds = seat.name, now()
+            assert seat.life is not None
+            moment.acting, moment.seconds = seat.name, seat.life.seconds
             actor.started()
             moment.acting = ""
             while True:
@@ -405,7 +430,10 @@ class InTheLoop(Performer):
                 moment.acting, began = seat.name, now()
                 for _ in range(min(TURN_MESSAGES, len(mailbox))):
                     moment.seconds = began
-                    _, sender, message = mailbox.take()
+                    try:
+                        _, sender, message = mailbox.take()
+                    except IndexError:  # the last handler had the rest dropped
+                        break
                     if tap is not None:
                         tap(Delivered(began, sender, seat.name, message))
                     actor.handle(message)
@@ -420,9 +448,13 @@ class InTheLoop(Performer):
                 elif mailbox.closed:
                     break
             moment.acting, moment.seconds = seat.name, now()
+            seat.life.ended_seconds, hook = moment.seconds, "stopped"
             actor.stopped()
-        except Exception as error:
-            raise ActorCrashed(seat.name, type(message).__qualname__, error) from error
+        except BaseException as error:
+            # Between messages it is the task that ends, not the actor.
+            if moment.acting != seat.name or isinstance(error, INTERRUPTS):
+                raise
+            raise ActorCrashed(seat.name, hook if message is None else type(message).__qualname__, error) from error
         finally:
             moment.acting = ""
 

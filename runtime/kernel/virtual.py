@@ -78,6 +78,20 @@ class _UnderWay(NamedTuple):
     sender: str
 
 
+class _Edge:
+    """What is under way from one sender in one lane. The first `out_count` can no longer be lost with the sender."""
+
+    __slots__ = ("out_count", "under_way")
+
+    def __init__(self) -> None:
+        self.under_way: deque[_UnderWay] = deque()
+        self.out_count = 0
+
+    def settle(self) -> None:
+        """Nothing of what is under way can be lost with the sender."""
+        self.out_count = len(self.under_way)
+
+
 class VirtualMailbox(Mailbox):
     """A mailbox to which each message may take up to `delay_seconds_max`, in order for each sender and lane.
 
@@ -102,7 +116,7 @@ class VirtualMailbox(Mailbox):
         self._chance = chance
         self._delay_seconds_max = delay_seconds_max
         self._before_put = before_put
-        self._edges: dict[tuple[str, bool], deque[_UnderWay]] = {}
+        self._edges: dict[tuple[str, bool], _Edge] = {}
         self._under_way = 0
 
     def put(self, message: object) -> None:
@@ -120,28 +134,54 @@ class VirtualMailbox(Mailbox):
             super()._append(lane, message, sender)
             return
         now = self._clock.now()
-        edge = self._edges.setdefault((sender, lane is self._urgent), deque())
+        edge = self._edges.setdefault((sender, lane is self._urgent), _Edge())
         # Half of all messages are as fast as can be, so that they meet those of other senders.
-        delay = max(0.0, 2 * self._chance.random() - 1) * self._delay_seconds_max
-        due = max(now + delay, edge[-1].due) if edge else now + delay
-        if due == now and not edge:
+        due = now + max(0.0, 2 * self._chance.random() - 1) * self._delay_seconds_max
+        if edge.under_way:
+            due = max(due, edge.under_way[-1].due)
+        elif due == now:
             super()._append(lane, message, sender)
             return
-        edge.append(_UnderWay(due, lane, message, sender))
+        edge.under_way.append(_UnderWay(due, lane, message, sender))
         self._under_way += 1
         self._clock.call_at(due, partial(self._arrive, edge))
 
-    def _arrive(self, edge: deque[_UnderWay]) -> None:
-        if edge:  # else closing has let it arrive before
-            _, lane, message, sender = edge.popleft()
-            self._under_way -= 1
-            super()._append(lane, message, sender)
+    def post(self, message: object, sender: str = OWN) -> None:
+        """As any mailbox's."""
+        super().post(message, sender)
+        if sender is not OWN:  # but the kernel, which does not die with whom it speaks of
+            self._settle(sender)
+
+    def sender_ended(self, sender: str, *, is_killed: bool) -> None:
+        """A life of the sender is over. Where its process was killed, the last that it told may never have got out."""
+        for is_urgent in (False, True):
+            edge = self._edges.get((sender, is_urgent))
+            if edge is not None and is_killed:
+                for _ in range(int(self._chance.random() * (len(edge.under_way) - edge.out_count + 1))):
+                    edge.under_way.pop()
+                    self._under_way -= 1
+        self._settle(sender)
+
+    def _settle(self, sender: str) -> None:
+        for is_urgent in (False, True):
+            if (edge := self._edges.get((sender, is_urgent))) is not None:
+                edge.settle()
+
+    def _arrive(self, edge: _Edge) -> None:
+        if edge.under_way and edge.under_way[0].due <= self._clock.now():  # else it has come before, or was lost
+            self._arrive_now(edge)
+
+    def _arrive_now(self, edge: _Edge) -> None:
+        _, lane, message, sender = edge.under_way.popleft()
+        edge.out_count = max(0, edge.out_count - 1)
+        self._under_way -= 1
+        super()._append(lane, message, sender)
 
     def close(self, *, drop: bool) -> None:
         """As any mailbox's; what is under way has come before."""
         for edge in self._edges.values():
-            while edge:
-                self._arrive(edge)
+            while edge.under_way:
+                self._arrive_now(edge)
         super().close(drop=drop)
 
 
@@ -156,9 +196,7 @@ class VirtualWorker:
         self._is_closed = False
         self.jobs: deque[Callable[[], None]] = deque()
 
-    def submit(
-        self, work: Callable[[], T], done: Callable[[T], object], failed: Callable[[Exception], object]
-    ) -> None:
+    def submit(self, work: Callable[[], T], done: Callable[[T], object], failed: Callable[[Exception], object]) -> None:
         """Queue `work()`; when it is run, the actor hears `done(result)`, or `failed(error)` if it raised."""
 
         def job() -> None:

@@ -16,13 +16,16 @@ from typing import Final, Protocol, TypeAlias, cast
 import msgspec
 
 from cuelight.kernel.codec import AddressId, Codec, Name, type_name
-from cuelight.kernel.errors import MessageTooLarge, NotAccepted
+from cuelight.kernel.errors import MessageTooLarge, NotAccepted, NotSendable
 from cuelight.kernel.ref import Address, Ref
+from cuelight.kernel.supervision import Terminated
 
 WINDOW: Final = 32
 """Messages handed over to where an actor lives and not yet begun there, at most. As many may be lost with a process."""
 
 _LENGTH_BYTES: Final = 4
+_EXTRA_BYTES: Final = 1024 * 1024
+"""What a frame may have beside a message of the largest size."""
 
 
 class Deliver(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -85,7 +88,11 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=8):
     drop: bool
 
 
-Frame: TypeAlias = Deliver | Told | Forget | Begun | Watch | Ready | Crashed | Slow | Stop
+class Stopped(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """From the actor: it has stopped in order, and its life is over."""
+
+
+Frame: TypeAlias = Deliver | Told | Forget | Begun | Watch | Ready | Crashed | Slow | Stop | Stopped
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
@@ -112,14 +119,23 @@ class Packed:
 
 
 class Packer:
-    """Makes messages ready to cross. One per actor that lives elsewhere, over all its lives."""
+    """Makes messages ready to cross. One per actor that lives elsewhere, over all its lives.
+
+    `names` are the actors known by name at the other end; any other address crosses as a number.
+    """
 
     def __init__(
-        self, types: dict[Name, type], find: Callable[[str], Address[object] | None], bytes_max: int, first_id: int = 0
+        self,
+        types: dict[Name, type],
+        names: set[str],
+        find: Callable[[str], Address[object] | None],
+        bytes_max: int,
+        first_id: int = 0,
     ) -> None:
         self.types = types
+        self.names = names
         self.find = find
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
         self._ids = count(first_id)
         self._kept: list[tuple[int, Address[object]]] = []
         self._codec = Codec(types, self._to_id, lambda _id, _takes: _Nobody())
@@ -129,15 +145,15 @@ class Packer:
         self._kept = []
         name = type_name(type(message))
         body = self._codec.encode(message)
-        if len(body) > self._bytes_max:
-            raise MessageTooLarge(f"{name} has {len(body)} bytes; {self._bytes_max} may cross")
+        if len(body) > self.bytes_max and not isinstance(message, Terminated):
+            raise MessageTooLarge(f"{name} has {len(body)} bytes; {self.bytes_max} may cross")
         self._codec.decode(name, body)  # what the other side could not read is the sender's mistake
         return Packed(message, name, body, tuple(self._kept))
 
     def _to_id(self, address: Address[object]) -> AddressId:
         if isinstance(address, Remote) and address.packer is self:
             return -1 - address.id
-        if isinstance(address, Ref) and self.find(address.name) is address:
+        if isinstance(address, Ref) and address.name in self.names and self.find(address.name) is address:
             return address.name
         number = next(self._ids)
         self._kept.append((number, address))
@@ -178,7 +194,7 @@ class Peer(Protocol):
         """Something for an address on this side."""
 
     def failed(self, message_type: str, error: Exception, /) -> None:
-        """…which could not be handed on."""
+        """What the other side said could not be understood, or not be handed on."""
 
     def lost(self) -> None:
         """The other side is gone."""
@@ -199,13 +215,12 @@ class Wire(asyncio.Protocol):
 
     def send(self, frame: Frame) -> None:
         """Send it, unless the connection is over."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encoded(frame))
+        self.write(encoded(frame))
 
-    def send_before_frames(self, data: bytes) -> None:
-        """What the other end reads before it speaks in frames."""
-        assert self._transport is not None
-        self._transport.write(data)
+    def write(self, data: bytes) -> None:
+        """Frames, or what the other end reads before it speaks in frames."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
 
     def deliver(self, packed: Packed, sender: str) -> None:
         """Hand a message over to the actor at the other end."""
@@ -246,29 +261,34 @@ class Wire(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, and does not inherit from it
 
     def data_received(self, data: bytes) -> None:
+        assert self._transport is not None
         self._buffer += data
         begin = 0
-        while len(self._buffer) - begin >= _LENGTH_BYTES:
+        while len(self._buffer) - begin >= _LENGTH_BYTES and not self._transport.is_closing():
             body = begin + _LENGTH_BYTES
             end = body + int.from_bytes(self._buffer[begin:body], "big")
+            if end - body > self.packer.bytes_max + _EXTRA_BYTES:
+                self._peer.failed("", NotSendable("what came from the other side is no frame"))
+                break
             if end > len(self._buffer):
                 break
-            self._receive(_decoder.decode(memoryview(self._buffer)[body:end].tobytes()))
+            self._receive(bytes(memoryview(self._buffer)[body:end]))
             begin = end
         del self._buffer[:begin]
 
-    def _receive(self, frame: Frame) -> None:
-        match frame:
-            case Told(to, name, body):
-                address = self.packer.find(to) if isinstance(to, str) else self._kept.get(to)
-                try:
+    def _receive(self, data: bytes) -> None:
+        name = ""
+        try:
+            match _decoder.decode(data):
+                case Told(to, name, body):
+                    address = self.packer.find(to) if isinstance(to, str) else self._kept.get(to)
                     self._peer.told(address or _Nobody(), self.decode(name, body))
-                except Exception as error:  # of whoever was told; at home it would have gone up to the sender
-                    self._peer.failed(name, error)
-            case Forget(number):
-                self._kept.pop(number, None)
-            case _:
-                self._peer.heard(frame)
+                case Forget(number):
+                    self._kept.pop(number, None)
+                case frame:
+                    self._peer.heard(frame)
+        except Exception as error:  # such as of whoever was told; at home it would have gone up to the sender
+            self._peer.failed(name, error)
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._kept.clear()

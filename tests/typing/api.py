@@ -12,7 +12,29 @@ import cuelight.testing
 from cuelight import Chat, Chunk, Engine, EngineError, EngineStats, Result, Stream, model_path
 from cuelight.config import EngineOptions, SamplingOptions
 from cuelight.errors import EngineUnavailable, QueueFull, RequestRejected
-from cuelight.kernel import Actor, Context, MailboxStatistics, Part, Ref, Role, System, ask
+from cuelight.kernel import (
+    Actor,
+    Context,
+    Delivered,
+    Ended,
+    Event,
+    Fate,
+    InLoop,
+    InProcess,
+    MailboxStatistics,
+    OnThread,
+    Part,
+    Placement,
+    Ref,
+    Role,
+    Started,
+    Strategy,
+    System,
+    Terminated,
+    Timer,
+    Worker,
+    ask,
+)
 from cuelight.messages.address import Address
 from cuelight.messages.request import FinishReason, Usage
 
@@ -98,7 +120,7 @@ class Total:
     reply_to: Address[int]
 
 
-SumMessage: TypeAlias = Add | Total
+SumMessage: TypeAlias = Add | Total | Terminated
 SUM = Role[SumMessage]("sum", SumMessage, capacity=8)
 
 
@@ -106,6 +128,7 @@ class Sum(Actor[SumMessage]):
     def __init__(self, context: Context[object]) -> None:
         self._total = 0
         assert_type(context.clock.now(), float)
+        self._context = context
         assert_type(context.find(SUM), Ref[SumMessage])
 
     def handle(self, message: SumMessage) -> None:
@@ -114,6 +137,11 @@ class Sum(Actor[SumMessage]):
                 self._total += number
             case Total(reply_to):
                 reply_to.tell(self._total)
+                reply_to.tell("much")  # type: ignore[arg-type]  # a number is asked for
+            case Terminated(actor=actor, is_restarting=False):
+                self._context.dismiss(Role[Add](actor, Add, capacity=1))
+            case Terminated(error=error):
+                assert_type(error, str)
             case _:
                 assert_never(message)
 
@@ -125,8 +153,56 @@ async def kernel_api() -> None:
         ref.tell("one")  # type: ignore[arg-type]  # no message of its protocol
         total: int = await ask(ref, Total, timeout_seconds=1)
         assert_type(total, int)
+        wrong: str = await ask(ref, Total, timeout_seconds=1)  # type: ignore[arg-type]  # its answer is a number
+        assert wrong
+        await ask(ref, Add, timeout_seconds=1)  # type: ignore[arg-type]  # has no return address
         await ask(ref, partial(Total), timeout_seconds=1)
+        await ask(ref, Total)  # type: ignore[call-arg]  # nobody waits for ever
         assert_type(system.statistics(), dict[str, MailboxStatistics])
+        assert_type(system.spawn(Part(SUM, Sum)), Ref[SumMessage])
+        system.dismiss(SUM, drop=True)
+        await system.stop(timeout_seconds=1.0)
+
+
+def what_an_actor_is_given(context: Context[SumMessage], job: Path) -> None:
+    assert_type(context.ref, Ref[SumMessage])
+    timer: Timer = context.after(1.0, Add(1))
+    timer.cancel()
+    context.after(1.0, "late")  # type: ignore[arg-type]  # no message of its own
+    context.watch(SUM)
+    context.watch("sum")  # type: ignore[arg-type]  # a role
+    worker: Worker[SumMessage] = context.worker("disk")
+    worker.submit(job.read_text, done=lambda text: Add(len(text)), failed=lambda error: Add(0))
+    worker.submit(job.read_text, done=Add, failed=lambda error: Add(0))  # type: ignore[misc]  # a text is no number
+    assert_type(context.spawn(Part(SUM, Sum)), Ref[SumMessage])
+
+
+class Adder(Actor[Add]):
+    def handle(self, message: Add) -> None: ...
+
+
+def a_cast(tell: Ref[Add]) -> System:
+    fate = Fate(restarts_max=3, window_seconds=60.0, strategy=Strategy.REST_FOR_ONE, backoff_seconds=0.1)
+    Fate(strategy="rest for one")  # type: ignore[arg-type]  # a Strategy
+    places: list[Placement] = [InLoop(), OnThread(), InProcess(message_bytes_max=1024)]
+    part: Part[SumMessage] = Part(SUM, Sum, fate, places[1])
+    Part(SUM, Sum, placement="thread")  # type: ignore[arg-type]  # a Placement
+    Part(SUM, lambda context: Adder())  # type: ignore[arg-type, return-value]  # takes less than its role promises
+    adder = Part(Role[Add]("adder", Add, capacity=1), Sum)  # one that takes more will do
+
+    def tap(event: Event) -> None:
+        match event:
+            case Started(life=life):
+                assert_type(life, int)
+            case Delivered(message=message, sender=sender):
+                assert_type(message, object)
+                assert_type(sender, str)
+            case Ended(error=error):
+                assert_type(error, str)
+            case _:
+                assert_never(event)
+
+    return System([part, adder], tap=tap, on_failure=lambda crash: None)
 
 
 def only_some_of_a_protocol(ref: Ref[SumMessage]) -> Address[Add]:

@@ -1,0 +1,132 @@
+"""What a simulation makes of messages: bytes to compare, and copies of what crosses to where another actor lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import msgspec
+
+from cuelight.kernel.clock import Moment
+from cuelight.kernel.codec import AddressId, Codec, Name, reachable, type_name
+from cuelight.kernel.errors import MessageTooLarge, NotAccepted
+from cuelight.kernel.events import Delivered, Event
+from cuelight.kernel.ref import Address, Ref
+from cuelight.kernel.role import InLoop, Part
+
+
+class Ids:
+    """Addresses as ids: an actor of the cast is its name, any other address a number, in the order of being met."""
+
+    def __init__(self, find: Callable[[str], Ref[object] | None]) -> None:
+        self._find = find
+        self._numbers: dict[int, int] = {}
+        self._met: list[Address[object]] = []
+
+    def of(self, address: Address[object]) -> AddressId:
+        """The id of this address, for as long as this object lives."""
+        if isinstance(address, Ref) and self._find(address.name) is address:
+            return address.name
+        if isinstance(address, _Far):
+            return address.number
+        number = self._numbers.setdefault(id(address), len(self._met))
+        if number == len(self._met):
+            self._met.append(address)  # kept, so that no other address can have its place in memory
+        return number
+
+    def address(self, address_id: AddressId) -> Address[object]:
+        """The address of this id."""
+        if isinstance(address_id, int):
+            return self._met[address_id]
+        ref = self._find(address_id)
+        assert ref is not None, "whoever was encoded by name is in the cast"
+        return ref
+
+
+class History:
+    """Events as bytes. What msgpack has no room for is there as its type's name."""
+
+    def __init__(self, ids: Ids) -> None:
+        def encode_other(value: object) -> AddressId:
+            return ids.of(value) if isinstance(value, Address) else type_name(type(value))
+
+        # Sets in an order of their own, since theirs differs from run to run.
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_other, order="deterministic")
+        self._data: list[bytes] = []
+
+    def add(self, event: Event) -> None:
+        """Append one event."""
+        if not isinstance(event, Delivered):
+            self._data.append(self._encoder.encode(event))
+            return
+        name = type_name(type(event.message))
+        head = (event.seconds, event.sender, event.actor, name)
+        try:
+            self._data.append(self._encoder.encode((*head, event.message)))
+        except Exception:  # numbers too large, keys without an order: each has its own way to refuse
+            self._data.append(self._encoder.encode(head))
+
+    def data(self) -> bytes:
+        """All events so far."""
+        return b"".join(self._data)
+
+
+class Crossing:
+    """The way to and from actors that live elsewhere: messages arrive as copies, made by the codec."""
+
+    def __init__(self, cast: Sequence[Part[object]], ids: Ids, moment: Moment) -> None:
+        """Raises NotSendable, as `reachable`."""
+        self._codec = Codec(_types(tuple([part.role.accepts for part in cast])), ids.of, self._to_address)
+        self._ids = ids
+        self._moment = moment
+        self._bytes_max = {
+            part.role.name: part.placement.message_bytes_max for part in cast if not isinstance(part.placement, InLoop)
+        }
+
+    def cross_to(self, receiver: str, message: object) -> object:
+        """The message from whoever acts, as it arrives. Raises NotSendable, MessageTooLarge."""
+        if self._moment.acting == receiver:
+            return message
+        for place in (self._moment.acting, receiver):
+            if (bytes_max := self._bytes_max.get(place)) is not None:
+                message = self._copy(message, bytes_max)
+        return message
+
+    def cross_out(self, takes: tuple[type, ...], message: object) -> object:
+        """The message as it arrives at an address of no actor. Raises NotAccepted, NotSendable, MessageTooLarge."""
+        if self._moment.acting not in self._bytes_max:
+            return message
+        if type(message) not in takes and object not in takes:
+            raise NotAccepted(f"this address does not accept {type(message).__qualname__}")
+        return self._copy(message, self._bytes_max[self._moment.acting])
+
+    def _copy(self, message: object, bytes_max: int) -> object:
+        name = type_name(type(message))
+        body = self._codec.encode(message)
+        if len(body) > bytes_max:
+            raise MessageTooLarge(f"{name} has {len(body)} bytes; {bytes_max} may cross")
+        return self._codec.decode(name, body)
+
+    def _to_address(self, address_id: AddressId, takes: tuple[type, ...]) -> Address[object]:
+        address = self._ids.address(address_id)
+        return _Far(self, address_id, address, takes) if isinstance(address_id, int) else address
+
+
+@lru_cache(maxsize=64)
+def _types(protocols: tuple[object, ...]) -> dict[Name, type]:
+    return reachable(protocols)
+
+
+class _Far:
+    """An address of no actor, as whoever lives elsewhere has it."""
+
+    __slots__ = ("_address", "_crossing", "_takes", "number")
+
+    def __init__(self, crossing: Crossing, number: int, address: Address[object], takes: tuple[type, ...]) -> None:
+        self._crossing = crossing
+        self.number = number
+        self._address = address
+        self._takes = takes
+
+    def tell(self, message: object, /) -> None:
+        self._address.tell(self._crossing.cross_out(self._takes, message))

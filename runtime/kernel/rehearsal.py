@@ -1,0 +1,144 @@
+"""What an actor finds around it while its life is replayed: addresses and the ways to them, and nobody there.
+
+No thread and no timer does anything: what they have said is in the recorded inbox.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Never, Protocol, TypeVar
+
+from cuelight.kernel.clock import Timer
+from cuelight.kernel.codec import AddressId, Name
+from cuelight.kernel.ref import Address, Ref
+from cuelight.kernel.role import Part, Role
+from cuelight.kernel.worker import Worker
+
+M = TypeVar("M")
+T = TypeVar("T")
+
+UNKNOWN: Final = -1
+"""The id of an address that the actor made itself: the recording has a number for it, the replay cannot know which."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A message on its way, and the one in whose handling it was told."""
+
+    life: int
+    index: int
+    handling: object
+    kind: Name
+    body: bytes | None
+
+
+class Ways:
+    """What was told and not compared yet, in order: a queue for each receiver, lane, and occupant of its seat."""
+
+    def __init__(self, roles: dict[str, Role[Never]]) -> None:
+        self._roles = roles
+        self._queues: dict[tuple[str, str, int], deque[Told]] = {}
+        self._seats: Counter[str] = Counter()
+        self._spawned: Counter[str] = Counter()
+        self._known: dict[str, Role[Never] | None] = {}
+        self._broken_off: dict[int, int] = {}
+
+    def spawned(self, actor: str) -> None:
+        """There is a newcomer, whose recorded start comes only after the message that made it."""
+        self._seats[actor] += 1
+        self._spawned[actor] += 1
+
+    def started(self, actor: str, life: int) -> None:
+        """A first life is that of a newcomer: what its predecessor had not heard by its end, nobody will."""
+        if life > 1:
+            return
+        if self._spawned[actor]:
+            self._spawned[actor] -= 1
+        else:
+            self._seats[actor] += 1
+
+    def way(self, receiver: str, kind: Name, kind_type: type | None) -> deque[Told]:
+        """The queue for messages of this type. Where the receiver's lanes are unknown, each type has its own."""
+        role = self._known.setdefault(receiver, self._roles.get(receiver))
+        lane = kind if role is None else "urgent" if kind_type in role.urgent else ""
+        # Whoever stands in a cast can be told things before its own life begins.
+        return self._queues.setdefault((receiver, lane, max(1, self._seats[receiver])), deque())
+
+    def break_off(self, life: int, index: int) -> None:
+        """This life crashed at `index`: what is told there now need not have been told when it was recorded."""
+        self._broken_off[life] = index
+
+    def is_broken_off(self, told: Told) -> bool:
+        """Whether it may be missing in the recording."""
+        return told.index >= self._broken_off.get(told.life, told.index + 1)
+
+
+class Finder(Protocol):
+    """Gives the address of the actor that plays a role."""
+
+    def __call__(self, role: Role[M], /) -> Ref[M]: ...
+
+
+class Surroundings:
+    """What an actor's context turns to."""
+
+    def __init__(self, find: Finder, on_spawn: Callable[[str], None]) -> None:
+        self._find = find
+        self._on_spawn = on_spawn
+
+    def find(self, role: Role[M]) -> Ref[M]:
+        return self._find(role)
+
+    def hire(self, name: str) -> Worker[object]:
+        return Idle()
+
+    def after(self, seconds: float, message: object) -> Timer:
+        return Idle()
+
+    def watch(self, role: Role[Never]) -> None: ...
+
+    def spawn(self, part: Part[M]) -> Ref[M]:
+        self._on_spawn(part.role.name)
+        return self._find(part.role)
+
+    def dismiss(self, role: Role[Never], *, drop: bool) -> None: ...
+
+
+class Idle:
+    """A thread or a timer that does nothing: what it would post is in the recorded inbox."""
+
+    def submit(
+        self, work: Callable[[], T], done: Callable[[T], object], failed: Callable[[Exception], object]
+    ) -> None: ...
+
+    def close(self, *, drop: bool = False) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+class Outside:
+    """The address of someone who is no actor, as the journal numbered it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def tell(self, message: object, /) -> None:
+        """What leaves the cast is not recorded."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Outside) and (self.number == other.number or UNKNOWN in (self.number, other.number))
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+    def __repr__(self) -> str:
+        return f"<address {self.number}>"
+
+
+def id_of(address: Address[object]) -> AddressId:
+    """What an address crosses as."""
+    if isinstance(address, Ref):
+        return address.name
+    return address.number if isinstance(address, Outside) else UNKNOWN

@@ -1,0 +1,356 @@
+"""Runs a cast of actors without an event loop: what happens next is drawn from a seed, and time is a number."""
+
+from __future__ import annotations
+
+import math
+import random
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Never, TypeVar
+
+from cuelight.kernel.actor import Actor
+from cuelight.kernel.clock import Timer
+from cuelight.kernel.errors import ActorCrashed, KernelError
+from cuelight.kernel.events import Delivered, Event, Tap
+from cuelight.kernel.faults import Faults, SimulatedCrash, SimulatedKill, Striker
+from cuelight.kernel.mailbox import MailboxStatistics
+from cuelight.kernel.recording import Crossing, History, Ids
+from cuelight.kernel.ref import Ref
+from cuelight.kernel.role import InLoop, Part, Role
+from cuelight.kernel.stage import Seat, Stage
+from cuelight.kernel.supervision import Verdict
+from cuelight.kernel.turns import Act, Condition, Procedure, Turn, at_once
+from cuelight.kernel.virtual import VirtualClock, VirtualMailbox, VirtualWorker
+
+M = TypeVar("M")
+
+STEPS_MAX = 1_000_000
+"""A simulation that takes more steps than this is taken for one that never rests."""
+
+
+class SimulationError(KernelError):
+    """A simulation that never rests, or a trial that failed; the message names its seed."""
+
+
+NO_FAULTS = Faults()
+
+
+class Simulation(Stage):
+    """A cast driven by a seed: the same seed gives the same history, byte for byte.
+
+    The actors are built at once; nothing else happens until `run`. Each step is one delivery, one job of a worker or
+    one act of supervision, drawn from all those possible. Time stands still meanwhile, and jumps to the next timer
+    when nothing else can happen. Placements differ from each other as far as actors can tell: what crosses is encoded
+    and decoded. Only that a process could import `build` is not checked.
+
+    Messages arrive at most once, and in order for each sender, receiver and lane. What waits in a mailbox survives its
+    actor's restart. Lost are only:
+    - the message that is being handled in a crash;
+    - what an ended life's own threads and timers have posted, and what an actor elsewhere has told itself;
+    - with a process that is killed, also what was handed over to it, in all at most `WINDOW` messages, and the last
+      of what it has told others and is still under way;
+    - what waits when an actor stops for good.
+
+    Args:
+        cast: the parts, sinks first.
+        seed: all chance comes from it, the actors' too.
+        tap: sees every life and every delivery. What it raises comes out of `run`.
+        faults: what may go wrong beside what the actors do wrong.
+        record: whether to keep `history`.
+
+    Raises:
+        ActorCrashed: a constructor raised.
+        NotSendable: a protocol's annotations cannot be resolved, and some actor lives elsewhere.
+    """
+
+    clock: VirtualClock
+
+    def __init__(
+        self,
+        cast: Sequence[Part[Never]],
+        seed: int,
+        *,
+        tap: Tap | None = None,
+        faults: Faults = NO_FAULTS,
+        record: bool = True,
+    ) -> None:
+        super().__init__(cast, random.Random(seed), None)
+        self.failure: ActorCrashed | None = None
+        """The crash that ended the system."""
+        self.clock = VirtualClock()
+        self._striker = Striker(faults, self._chance)
+        self._delay_seconds_max = faults.delay_seconds_max
+        self._ids = Ids(self._known)
+        self._history = History(self._ids) if record else None
+        self._own_tap = tap
+        self.tap = self._see if record or tap is not None else None
+        self._turns: list[Turn] = []
+        self._acts: dict[str, Act] = {}
+        self._is_running = self._is_closing = self._drop = False
+        for part in self._cast:
+            self._add_seat(part)
+        self._prepare_to_cross()
+        for seat in self._seats.values():
+            self._begin(seat, self._build(seat))
+
+    @property
+    def history(self) -> bytes:
+        """Every event so far, encoded; empty where nothing is recorded."""
+        return self._history.data() if self._history is not None else b""
+
+    def statistics(self) -> dict[str, MailboxStatistics]:
+        """Each actor's mailbox, by the role's name."""
+        return {name: seat.mailbox.statistics() for name, seat in self._seats.items()}
+
+    def at(self, seconds: float, action: Callable[[], object]) -> Timer:
+        """Do something outside the actors at a moment, or now if that has passed."""
+        return self.clock.call_at(seconds, action)
+
+    def run(self, *, steps_max: int = STEPS_MAX, until_seconds: float = math.inf) -> None:
+        """Until nothing more can happen; with `until_seconds`, until nothing more can by that moment.
+
+        Raises SimulationError when there is no rest within `steps_max` steps.
+        """
+        assert not self._is_running, "a simulation runs once at a time"
+        self._is_running = True
+        try:
+            for _ in range(steps_max):
+                if not self._step(until_seconds):
+                    return
+        finally:
+            self._is_running = False
+        raise SimulationError(f"no rest after {steps_max} steps, at {self.clock.now()} s")
+
+    def stop(self, *, drop: bool = False, steps_max: int = STEPS_MAX) -> None:
+        """Stop every actor, sources first, after it has handled what waits for it (with `drop`, without).
+
+        Nobody restarts any more. Runs to the end, unless called while it runs. Raises as `run`.
+        """
+        self._drop = self._drop or drop
+        self._begin_to_close()
+        if not self._is_running:
+            self.run(steps_max=steps_max)
+
+    def spawn(self, part: Part[M]) -> Ref[M]:
+        """As `System.spawn`."""
+        seat = self._add_seat(typing.cast(Part[object], part))
+        if self._is_closing:
+            seat.mailbox.close(drop=True)
+            return seat.ref
+        try:
+            self._prepare_to_cross()
+            actor = self._build(seat) if isinstance(part.placement, InLoop) else None
+        except BaseException:
+            seat.mailbox.close(drop=True)
+            if seat.life is not None:
+                seat.life.end(drop=True)
+            self._leave_cast(seat)
+            raise
+        self._begin(seat, actor)
+        return seat.ref
+
+    def dismiss(self, role: Role[Never], *, drop: bool = False) -> None:
+        """As `System.dismiss`."""
+        seat = self._seats[role.name]
+        seat.mailbox.close(drop=drop)
+        if seat.life is None and seat.restart is not None:
+            self._leave_cast(seat)
+
+    def hire(self, name: str, post: Callable[[object], None]) -> VirtualWorker:
+        """A worker whose jobs are run at moments that the seed draws."""
+        self._turns[:] = [each for each in self._turns if not (isinstance(each, VirtualWorker) and each.is_over)]
+        worker = VirtualWorker(post, self._chance)
+        self._turns.append(worker)
+        return worker
+
+    def _known(self, name: str) -> Ref[object] | None:
+        return self._seats[name].ref if name in self._seats else None
+
+    def _see(self, event: Event) -> None:
+        if self._history is not None:
+            self._history.add(event)
+        if self._own_tap is not None:
+            self._own_tap(event)
+
+    def _step(self, until_seconds: float) -> bool:
+        """Let one thing happen; False where nothing can."""
+        if ready := [turn for turn in self._turns if turn.is_ready()]:
+            ready[int(self._chance.random() * len(ready))].take_turn()
+            return True
+        due = self.clock.next_due()
+        if due is None or due > until_seconds:
+            return False
+        self.clock.jump()
+        return True
+
+    # Messages on their way.
+
+    def _new_mailbox(self, part: Part[object]) -> VirtualMailbox:
+        delay, before_put = self._delay_seconds_max, self._striker.before_tell
+        return VirtualMailbox(part, self.clock, self.moment, self._chance, delay, before_put)
+
+    def _prepare_to_cross(self) -> None:
+        parts = [seat.part for seat in self._seats.values()]
+        if all(isinstance(part.placement, InLoop) for part in parts):
+            return
+        crossing = Crossing(parts, self._ids, self.moment)
+        for seat in self._seats.values():
+            seat.mailbox.pack = partial(crossing.cross_to, seat.name)
+
+    # Lives.
+
+    def _begin(self, seat: Seat, actor: Actor[object] | None) -> None:
+        act = self._acts[seat.name] = Act(seat, actor, self._go_on)
+        self._turns.append(act)
+
+    def _go_on(self, act: Act) -> None:
+        """One step of a life: its beginning, one message, or its end."""
+        seat, actor = act.seat, act.actor
+        try:
+            if actor is None:
+                act.actor = self._build(seat)
+            elif not act.is_started:
+                act.is_started = True
+                self._act(seat, actor.started)
+            elif len(seat.mailbox):
+                self._deliver(seat, actor)
+            else:
+                self._leave(act)
+        except ActorCrashed as crash:
+            self._end(seat, crash)
+
+    def _leave(self, act: Act) -> None:
+        """End a life in order. Raises ActorCrashed."""
+        assert act.actor is not None
+        if not act.is_started:
+            self._act(act.seat, act.actor.started)
+        self._act(act.seat, act.actor.stopped)
+        self._end(act.seat, None)
+
+    def _deliver(self, seat: Seat, actor: Actor[object]) -> None:
+        message = self._take(seat)
+        try:
+            self._act(seat, partial(self._striker.handle, seat, partial(actor.handle, message)), message)
+        except ActorCrashed as crash:
+            if isinstance(crash.__cause__, SimulatedKill):
+                for _ in range(self._striker.lost_with(seat)):
+                    self._take(seat)
+            raise
+
+    def _take(self, seat: Seat) -> object:
+        _, sender, message = seat.mailbox.take()
+        if self.tap is not None:
+            self.tap(Delivered(self.clock.now(), sender, seat.name, message))
+        return message
+
+    def _act(self, seat: Seat, hook: Callable[[], None], message: object = None) -> None:
+        self.moment.acting, self.moment.seconds = seat.name, self.clock.now()
+        try:
+            hook()
+        except Exception as error:
+            raise ActorCrashed(seat.name, type(message).__qualname__, error) from error
+        finally:
+            self.moment.acting = ""
+
+    def _end(self, seat: Seat, crash: ActorCrashed | None) -> None:
+        if (act := self._acts.pop(seat.name, None)) is not None:
+            self._turns.remove(act)
+        is_killed = crash is not None and isinstance(crash.__cause__, SimulatedKill)
+        for other in self._seats.values():
+            assert isinstance(other.mailbox, VirtualMailbox)
+            other.mailbox.sender_ended(seat.name, is_killed=is_killed)
+        self._end_life(seat, crash, drop=self._drop)
+        if seat.is_over and not self._is_closing:
+            self._leave_cast(seat)
+
+    # What follows a crash, and the end.
+
+    def _report_crash(self, crash: ActorCrashed) -> None:
+        if not isinstance(crash.__cause__, SimulatedCrash):
+            super()._report_crash(crash)
+
+    def _begin_restart(self, verdict: Verdict) -> None:
+        if self._is_closing:
+            self._forget_restarts()
+        else:
+            self._turns.append(Procedure(self._turns, self._restart(verdict)))
+
+    def _restart(self, verdict: Verdict) -> Iterator[Condition]:
+        for name in reversed(verdict.names):
+            yield at_once
+            if (seat := self._claimed(name, verdict)) is not None and seat.life is not None:
+                seat.is_leaving = True
+                try:
+                    self._leave(self._acts[name])
+                except ActorCrashed as crash:
+                    self._end(seat, crash)
+        yield self._after(verdict.delay_seconds)
+        for name in verdict.names:
+            if (seat := self._claimed(name, verdict)) is not None:
+                self._begin_again(seat)
+                yield at_once
+
+    def _claimed(self, name: str, verdict: Verdict) -> Seat | None:
+        """The seat, unless another verdict has overtaken this one, or it has left the cast."""
+        seat = self._seats.get(name)
+        return seat if seat is not None and seat.restart is verdict else None
+
+    def _begin_again(self, seat: Seat) -> None:
+        actor = crash = None
+        try:
+            self._striker.build()
+            actor = self._build(seat)
+        except SimulatedCrash as blow:
+            self._begin_life(seat)
+            crash = ActorCrashed(seat.name, "construction", blow)
+        except ActorCrashed as error:
+            crash = error
+        seat.restart = None
+        if actor is not None:
+            self._begin(seat, actor)
+        else:
+            self._end(seat, crash)
+
+    def _after(self, seconds: float) -> Condition:
+        due = self.clock.now() + seconds
+        self.clock.call_at(due, lambda: None)
+        return lambda: self.clock.now() >= due
+
+    def _fail(self, crash: ActorCrashed) -> None:
+        self._drop = True
+        self.failure = self.failure or crash
+        if (seat := self._seats.get(crash.actor)) is not None:
+            seat.mailbox.close(drop=True)
+        self._begin_to_close()
+
+    def _begin_to_close(self) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            self._turns[:] = [turn for turn in self._turns if not isinstance(turn, Procedure)]
+            self._forget_restarts()
+            self._turns.append(Procedure(self._turns, self._close()))
+
+    def _forget_restarts(self) -> None:
+        for seat in self._seats.values():
+            seat.restart = None
+
+    def _close(self) -> Iterator[Condition]:
+        for seat in reversed(list(self._seats.values())):
+            yield at_once
+            seat.mailbox.close(drop=self._drop)
+            yield partial(self._has_ended, seat)
+        for seat in self._seats.values():
+            seat.mailbox.close(drop=True)
+
+    def _has_ended(self, seat: Seat) -> bool:
+        return seat.name not in self._acts
+
+
+def for_each_seed(seeds: Iterable[int], trial: Callable[[int], object]) -> None:
+    """Run a trial with each seed. Raises SimulationError, which names the seed, where the trial raises anything."""
+    for seed in seeds:
+        try:
+            trial(seed)
+        except Exception as error:
+            raise SimulationError(f"seed {seed}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,178 @@
+"""An engine's journal: what it says about the engine, and one actor's inbox fed to an actor like it again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from cuelight.actors.executor.actor import ExecutorInbox
+from cuelight.actors.executor.device import Device
+from cuelight.actors.intake.actor import IntakeInbox
+from cuelight.config import EngineConfig, ModelFacts
+from cuelight.ensemble import Ensemble, assemble, gather, roles
+from cuelight.errors import ConfigError
+from cuelight.kernel import JournalError
+from cuelight.kernel.journal import Journal
+from cuelight.kernel.records import read_journal
+from cuelight.kernel.replay import Difference, Replay
+from cuelight.kernel.replay import replay as replay_part
+from cuelight.messages.observer import ObserverMessage
+from cuelight.messages.request import Prompt
+
+SHOWN_CHARS: Final = 400
+"""Of a message that differs, so much is shown."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What an engine's actors were built from. A stand-in for a model has a name and no folder."""
+
+    name: str
+    folder: Path | None
+    config: EngineConfig
+    facts: ModelFacts
+
+
+def open_journal(origin: Origin) -> Journal | None:
+    """The journal that the configuration asks for, if it does. Raises ConfigError where it cannot be created."""
+    path = origin.config.journal
+    if path is None:
+        return None
+    import importlib.metadata
+
+    config = {name: value for name, value in asdict(replace(origin.config, journal=None)).items() if value is not None}
+    about: dict[str, object] = {
+        "cuelight": importlib.metadata.version("cuelight"),
+        "name": origin.name,
+        "folder": None if origin.folder is None else str(origin.folder),
+        "config": msgspec.to_builtins(config, enc_hook=_plain),
+        "facts": asdict(origin.facts),
+    }
+    try:
+        return Journal(path, about=about)
+    except JournalError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _plain(value: object) -> float | str:
+    """NumPy's floats and strings are accepted as options, too."""
+    return float(value) if isinstance(value, float) else str(value)
+
+
+def replay(path: str, actor: str) -> int:
+    """Replay one actor's inbox and say on standard output what came of it; returns the exit status.
+
+    Raises:
+        ConfigError: the journal cannot be read, or has no such actor.
+        ModelUnavailable: intake and detokenizer need the tokenizer of the model's folder, which cannot be loaded.
+    """
+    try:
+        outcome = _replay(path, actor)
+    except JournalError as error:
+        raise ConfigError(str(error)) from error
+    sys.stdout.write(_report(outcome))
+    return 0 if outcome.difference is None else 1
+
+
+def _replay(path: str, actor: str) -> Replay:
+    journal = read_journal(path)
+    origin = _origin(journal.about, path)
+    cast = roles(origin.config)
+    names = asdict(cast)
+    if actor not in names:
+        raise JournalError(f"an engine has no actor {actor!r}: it has {', '.join(names)}")
+    parts = assemble(_ensemble(origin, actor), origin.config, cast, _Nobody())
+    part = next(part for part in parts if part.role.name == actor)
+    return replay_part(journal, part, (IntakeInbox, ExecutorInbox), [each.role for each in parts])
+
+
+class _About(msgspec.Struct):
+    name: str
+    folder: str | None
+    config: dict[str, object]
+    facts: ModelFacts
+
+
+def _origin(about: dict[str, object], path: str) -> Origin:
+    try:
+        known = msgspec.convert(about, _About)
+    except msgspec.ValidationError as error:
+        raise JournalError(f"{path} is not the journal of an engine: {error}") from error
+    folder = None if known.folder is None else Path(known.folder)
+    return Origin(known.name, folder, EngineConfig.of(known.config), known.facts)
+
+
+def _ensemble(origin: Origin, actor: str) -> Ensemble[None]:
+    """What the actor is built from: a tokenizer only for those who use it, and never a device."""
+    absent = _Absent()
+    if actor not in ("intake", "detokenizer"):
+        return Ensemble(origin.facts, absent, absent.decode, absent.load_device)
+    if origin.folder is not None:
+        if not origin.folder.is_dir():
+            raise ConfigError(f"{actor} needs the model's tokenizer, and its folder {origin.folder} is gone")
+        found = gather(origin.folder, origin.config)
+        return Ensemble(origin.facts, found.encoder, found.decode, absent.load_device)
+    from cuelight.testing import STUB_NAME, stub_ensemble
+
+    if origin.name != STUB_NAME:
+        raise ConfigError(f"{actor} needs a tokenizer, and {origin.name!r} was an engine without a model's folder")
+    stub = stub_ensemble(origin.config)
+    return Ensemble(origin.facts, stub.encoder, stub.decode, absent.load_device)
+
+
+class _Absent:
+    """What nobody asks for in a replay."""
+
+    def encode(self, prompt: Prompt, token_limit: int) -> tuple[int, ...]:
+        raise AssertionError("only intake tokenizes")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        raise AssertionError("only the detokenizer decodes")
+
+    def load_device(self) -> Device[None]:
+        raise AssertionError("a replay has no device")
+
+
+class _Nobody:
+    """Stands for whoever opened the engine."""
+
+    def tell(self, message: ObserverMessage, /) -> None:
+        """Not recorded, so not compared."""
+
+
+def _report(outcome: Replay) -> str:
+    lines = [f"{outcome.handled} messages replayed, {_verdict(outcome.difference)}"]
+    if outcome.stopped:
+        lines.append(f"stopped there: {outcome.stopped}")
+    return "\n".join(lines) + "\n"
+
+
+def _verdict(difference: Difference | None) -> str:
+    if difference is None:
+        return "no difference"
+    expected, got = _around_difference(difference.expected, difference.got)
+    where = f"message {difference.index}" if difference.index else "the start"
+    return (
+        f"and at {where} a difference\n"
+        f"handling: {_cut(difference.handling)}\n"
+        f"receiver: {difference.receiver}\n"
+        f"expected: {expected}\n"
+        f"got:      {got}"
+    )
+
+
+def _around_difference(expected: str, got: str) -> tuple[str, str]:
+    """Both texts from shortly before they part, where they are long."""
+    parted = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), 0)
+    start = max(0, parted - SHOWN_CHARS // 2)
+    lead = "…" if start else ""
+    return lead + _cut(expected[start:]), lead + _cut(got[start:])
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"

@@ -1,0 +1,166 @@
+"""The engine's own cast under the seeded driver: it keeps its promises; where it does not, the seed is named."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from cuelight.actors.cache.tables import Tables
+from cuelight.actors.detokenizer.actor import Detokenizer, _Stream
+from cuelight.actors.executor.stub import StubDevice
+from cuelight.actors.intake.actor import Intake
+from cuelight.actors.scheduler.actor import Scheduler
+from cuelight.messages.cache import Filled
+from cuelight.messages.detokenizer import DetokenizerMessage
+from cuelight.messages.request import RequestId, Sampling
+from cuelight.simulate import simulate
+from cuelight.trial import Tally, expected_output, next_token, run_history
+
+
+def told(seeds: Sequence[int], requests: int = 12) -> tuple[int, str]:
+    lines: list[str] = []
+    status = simulate(seeds, requests, lines.append)
+    return status, "".join(lines)
+
+
+def test_twenty_histories() -> None:
+    status, text = told(range(20))
+    assert status == 0, text
+    header, row, summary = text.splitlines()
+    figures = dict(zip(header.split(), [int(each.replace(",", "")) for each in row.split()], strict=True))
+    ends = [figures[name] for name in ("finished", "aborted", "failed", "refused", "open")]
+    assert figures["seeds"] == 20
+    assert sum(ends) == 20 * 12
+    assert all(ends), "everything that can become of a request is among them"
+    assert 0 < figures["crashes"] < 20
+    assert figures["deliveries"] > 1000
+    assert re.fullmatch(r"20 histories kept every promise, \d+ a second\.", summary)
+
+
+def test_a_seed_is_all_there_is_to_a_history() -> None:
+    tallies = [Tally(), Tally(), Tally()]
+    for seed, tally in zip((5, 5, 6), tallies, strict=True):
+        run_history(seed, 12, tally)
+    assert tallies[0] == tallies[1] != tallies[2]
+
+
+def test_the_command_says_the_same_in_each_interpreter() -> None:
+    command = [sys.executable, "-m", "cuelight", "simulate", "--seeds", "20", "--first", "40", "--requests", "9"]
+    tables = []
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
+        assert done.stderr == "", "failures that are wanted are not logged"
+        *table, summary = done.stdout.splitlines()
+        assert summary.startswith("20 histories kept every promise")
+        tables.append(table)
+    assert tables[0] == tables[1], "no actor looks at the order of a set"
+
+
+def test_logging_is_as_before() -> None:
+    level = logging.getLogger("cuelight").level
+    told(range(1))
+    assert logging.getLogger("cuelight").level == level
+
+
+def _confuses_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The detokenizer gives the fourth token of each request for its neighbour in the vocabulary."""
+    push = Detokenizer._push
+
+    def confusing(self: Detokenizer, request_id: RequestId, stream: _Stream, token_id: int) -> None:
+        push(self, request_id, stream, token_id + (stream.position == 3))
+
+    monkeypatch.setattr(Detokenizer, "_push", confusing)
+
+
+def _keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache manager forgets to take blocks back from every fifth request."""
+    release = Tables.release
+
+    def forgetting(self: Tables, filled: Filled) -> None:
+        if filled.request_id % 5:
+            release(self, filled)
+
+    monkeypatch.setattr(Tables, "release", forgetting)
+
+
+def _ends_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The detokenizer hears of each end twice, and does not mind."""
+    handle = Detokenizer.handle
+
+    def again(self: Detokenizer, message: DetokenizerMessage) -> None:
+        streams = dict(self._streams)
+        handle(self, message)
+        if len(self._streams) < len(streams):
+            self._streams = streams
+            handle(self, message)
+
+    monkeypatch.setattr(Detokenizer, "handle", again)
+
+
+def _forgets_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intake takes a request and does no more about it."""
+    monkeypatch.setattr(Intake, "_encode", lambda *_: None)
+
+
+def _computes_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device does not see the first token."""
+    monkeypatch.setattr(StubDevice, "_read", lambda _, row: row.token_ids[1:])
+
+
+def _asserts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device finds its slots overwritten, which the executor takes for a failed step."""
+
+    def read(_self: StubDevice, _row: object) -> list[int]:
+        raise AssertionError("overwritten")
+
+    monkeypatch.setattr(StubDevice, "_read", read)
+
+
+def _breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler crashes, and no fault was drawn."""
+
+    def planned(self: Scheduler, **_: object) -> None:
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(Scheduler, "_plan", planned)
+
+
+@pytest.mark.parametrize(
+    ("plant", "complaint"),
+    [
+        (_confuses_tokens, r"request \d+ gets \["),
+        (_keeps_blocks, "blocks are held at rest|never ends|crashed"),
+        (_ends_twice, "ends twice"),
+        (_forgets_prompts, "never ends"),
+        (_computes_nonsense, r"request \d+ gets \["),
+        (_asserts, "AssertionError: overwritten"),
+        (_breaks, "'scheduler' crashed on .*a mistake"),
+    ],
+)
+def test_a_planted_fault_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    status, text = told(range(50))
+    assert status == 1
+    assert re.search(rf"^seed \d+: \w+: .*({complaint})", text, re.MULTILINE), text
+
+
+def test_the_slow_path_is_not_the_fast_one() -> None:
+    """What the clients are checked against knows nothing of the engine."""
+    tokens, text, reason = expected_output((1, 2, 3), Sampling(max_tokens=9, ignore_eos=True), 700)
+    assert len(tokens) == 9
+    assert reason == "length"
+    assert [next_token((1, 2, 3, *tokens[:index])) for index in range(9)] == tokens
+    stopped, shorter, reason = expected_output(
+        (1, 2, 3), Sampling(max_tokens=9, stop=(text[2:4],), ignore_eos=True), 700
+    )
+    assert (stopped, shorter, reason) == (tokens[: text.find(text[2:4]) + 2], text[: text.find(text[2:4])], "stop")
+    assert expected_output((1, 2, 3), Sampling(max_tokens=9, ignore_eos=True), 7)[0] == tokens[:4]

@@ -94,16 +94,23 @@ class _Elsewhere(System):
             self._far_refs[name] = Ref(name, lambda message: self.wire.tell(name, accepts, message))
         return self._far_refs.get(name)
 
+    def known(self, name: str) -> Ref[object] | None:
+        """The address of the actor of this name, here or at the other end."""
+        return super().known(name) or self._known(name)
+
     def _find_name(self, name: str) -> Ref[object]:
-        if name in self._seats:
-            return self._seats[name].ref
-        if (ref := self._known(name)) is None:
+        if (ref := self.known(name)) is None:
             raise KeyError(name)
         return ref
 
+    def parts(self) -> list[Part[object]]:
+        """Those at the other end too: whoever is spawned here and lives elsewhere is to know them."""
+        far = [Part(role, self._engagement.part.build) for role in self._far.values() if role.name not in self._seats]
+        return [*far, *super().parts()]
+
     def watch(self, watcher: Seat, name: str) -> None:
-        """Here or at the other end, which then delivers `Terminated` like any message."""
-        if name in self._seats or name not in self._far:
+        """Here or, for the actor itself, at the other end, which then delivers `Terminated` like any message."""
+        if name in self._seats or name not in self._far or watcher.name != self._name:
             super().watch(watcher, name)
         else:
             self.wire.send(Watch(name))

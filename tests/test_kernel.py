@@ -1000,9 +1000,10 @@ async def test_what_is_spawned_while_the_system_closes_never_lives() -> None:
     assert [system.statistics()[name].dropped for name in ("late", "later")] == [1, 1]
 
 
+@pytest.mark.parametrize("names", ["", "a"])
 @on_each_loop
-async def test_a_system_that_was_cancelled_takes_no_more_actors() -> None:
-    troupe = Troupe(a=Fate())
+async def test_a_system_that_was_cancelled_takes_no_more_actors(names: str) -> None:
+    troupe = Troupe(**dict.fromkeys(names, Fate()))
     system = troupe.system
     await system.start()
     (host,) = [task for task in asyncio.all_tasks() if task.get_name() == "cuelight system"]
@@ -1128,7 +1129,10 @@ async def test_an_orderly_stop_gives_up_on_an_actor_that_is_not_yet_there() -> N
     await troupe.pass_time(1.0)
     await until(stopping.done)
     assert stopping.exception() is None
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "cuelight far"]
     may_end.set()
+    await until(lambda: not thread.is_alive())
+    await settle()
 
 
 @pytest.mark.parametrize("how", ["start", "cancel"])
@@ -1181,6 +1185,8 @@ class Busy(Actor[int]):
             print("ready", flush=True)
         if message == 2:
             raise ValueError("broken")
+        if message == 4:
+            sys.exit(5)
         self.context.ref.tell(message and 3)
     def stopped(self):
         print("stopped", flush=True)
@@ -1201,24 +1207,39 @@ except KeyboardInterrupt:
 """
 
 
+def run_program(runner: str, messages: tuple[int, ...]) -> subprocess.Popen[str]:
+    program = PROGRAM.replace("{messages}", repr(messages)).replace("{runner}", runner)
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="interrupts a process as a terminal does")
-@pytest.mark.parametrize("messages", [(1,), (2, 1)], ids=["busy", "restarting"])
+@pytest.mark.parametrize("messages", [(1,), (2, 1)], ids=["busy", "restarted"])
 @pytest.mark.parametrize("runner", ["asyncio", "uvloop"])
 def test_an_interrupt_ends_a_program_in_order(runner: str, messages: tuple[int, ...]) -> None:
-    program = PROGRAM.replace("{messages}", repr(messages)).replace("{runner}", runner)
-    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        child.send_signal(signal.SIGINT)
-        out, errors = child.communicate(timeout=NET_SECONDS)
-    finally:
-        child.kill()
+    with run_program(runner, messages) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n"
+            child.send_signal(signal.SIGINT)
+            out, errors = child.communicate(timeout=NET_SECONDS)
+        finally:
+            child.kill()
     assert out == "stopped\ninterrupted\n"
     assert child.returncode == 0
     assert "Traceback" not in errors or 2 in messages  # then that of the crash is logged
     assert "KeyboardInterrupt" not in errors
     assert "never retrieved" not in errors
+
+
+@pytest.mark.parametrize("runner", ["asyncio", "uvloop"])
+def test_an_actor_may_end_the_program(runner: str) -> None:
+    with run_program(runner, (4,)) as child:
+        try:
+            _, errors = child.communicate(timeout=NET_SECONDS)
+        finally:
+            child.kill()
+    assert child.returncode == 5
+    assert "actor_crashed" not in errors
 
 
 # Workers.
@@ -1461,4 +1482,5 @@ async def test_a_task_cancelled_from_outside_ends_the_system(whom: str) -> None:
     await until(lambda: bool(ends))
     await system.stop()
     assert ends == ["end"]
+    assert system.failure is None  # nobody has crashed
     assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -245,7 +245,11 @@ async def test_the_timers_of_a_life_die_with_it() -> None:
 @on_each_loop
 async def test_what_the_workers_of_a_life_have_to_say_dies_with_it() -> None:
     troupe = Troupe(a=AGAIN)
-    may_end, ran = threading.Event(), threading.Event()
+    begun, may_end, ran = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        may_end.wait(NET_SECONDS)
 
     def act(context: Context[object]) -> None:
         """One result comes at once, one after the crash; of the third job nothing is done."""
@@ -253,9 +257,10 @@ async def test_what_the_workers_of_a_life_have_to_say_dies_with_it() -> None:
         posted = threading.Event()
         first.submit(lambda: None, done=lambda _: Note(1), failed=lambda _: Note(-1))
         first.submit(posted.set, done=lambda _: Note(2), failed=lambda _: Note(-1))
-        later.submit(lambda: may_end.wait(NET_SECONDS), done=lambda _: Note(3), failed=lambda _: Note(-1))
+        later.submit(work, done=lambda _: Note(3), failed=lambda _: Note(-1))
         later.submit(ran.set, done=lambda _: Note(4), failed=lambda _: Note(-1))
         assert posted.wait(NET_SECONDS)
+        assert begun.wait(NET_SECONDS)
 
     async with troupe.system as system:
         await troupe.pass_time(0)
@@ -469,11 +474,16 @@ async def test_a_restart_that_is_under_way_is_overtaken_by_one_of_more() -> None
     troupe = Troupe(sink=REST, far=Fate())
     builds: list[threading.Event] = []
     may_be_built = threading.Semaphore(1)
+    leaves, may_leave = threading.Event(), threading.Event()
 
     class Far(Actor[Note | Urgent]):
         def handle(self, message: Note | Urgent) -> None:
             if isinstance(message, Urgent):
                 raise ValueError("broken")
+
+        def stopped(self) -> None:
+            leaves.set()
+            may_leave.wait(NET_SECONDS)
 
     def build(_: Context[object]) -> Far:
         builds.append(threading.Event())
@@ -500,6 +510,10 @@ async def test_a_restart_that_is_under_way_is_overtaken_by_one_of_more() -> None
         await settle()
         assert lives(Started) == ["sink.1", "far.1", "far.2"]
         may_be_built.release()
+        await until(leaves.is_set)
+        await settle()
+        assert clock.pending == 0  # it is waited for
+        may_leave.set()
         await until(lambda: "far.2" in lives(Ended) and clock.pending == 1)
         may_be_built.release()
         clock.advance(0.05)
@@ -593,6 +607,20 @@ async def test_one_that_is_dismissed_while_its_group_restarts_handles_what_waits
         assert lines.count("b.1 Note 0") + lines.count("b.2 Note 0") == 100
         assert lines[-1] == "b.2 stopped"
         assert list(system.statistics()) == ["a"]
+
+
+@on_each_loop
+async def test_one_that_is_dismissed_as_soon_as_it_has_left_for_a_restart_is_gone() -> None:
+    troupe = Troupe(x=AGAIN, a=REST, b=AGAIN, c=AGAIN)
+    dismiss = Do(lambda context: context.dismiss(player("b")))
+    troupe.hooks["b stopped"] = lambda context: context.find(player("x")).tell(dismiss)
+    async with troupe.system as system:
+        await troupe.pass_time(0)
+        troupe.news()
+        troupe.tell("a", BREAK)
+        assert await troupe.pass_time(0.05) == ["c.1 stopped", "b.1 stopped", *born("a.2", "c.2")]
+        assert list(system.statistics()) == ["x", "a", "c"]
+    assert not troupe.failures
 
 
 @pytest.mark.parametrize("fate", [AGAIN, Fate()])
@@ -945,6 +973,9 @@ async def test_a_watcher_that_is_gone_is_told_nothing() -> None:
         system.spawn(troupe.part("w"))  # of the same name, and it has not asked
         troupe.tell("a", BREAK)
         assert sorted(await troupe.pass_time(0.05)) == sorted([*born("w.2"), *born("a.2")])
+        troupe.tell("w", watching("a"))
+        await settle()
+    assert system.statistics()["w"].dropped == 0  # it stopped first, and was not told of the other's end
 
 
 @on_each_loop
@@ -959,6 +990,14 @@ async def test_a_system_forgets_watchers_that_are_gone() -> None:
             system.dismiss(player(f"w{number}"))
         await settle()
         assert not system._seats["a"].watchers
+        for number in range(10):
+            system.spawn(troupe.part(f"w{number}"))
+            troupe.tell("a", watching(f"w{number}"))
+        await settle()
+        for number in range(10):
+            system.dismiss(player(f"w{number}"))
+        await settle()
+        assert not system._seats["a"].watched
 
 
 @on_each_loop

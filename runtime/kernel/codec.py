@@ -81,7 +81,7 @@ def _field_hints(kind: type) -> list[object]:
 
 
 def _is_address(hint: object) -> bool:
-    return callable(getattr(get_origin(hint) or hint, "tell", None))
+    return hasattr(get_origin(hint) or hint, "tell")
 
 
 class Codec:

@@ -248,8 +248,7 @@ class Stage(ABC):
         for watcher in seat.watchers.values():
             watcher.watched.discard(seat)
         for watched in seat.watched:
-            if watched.watchers.get(seat.name) is seat:
-                del watched.watchers[seat.name]
+            del watched.watchers[seat.name]
         del self._seats[seat.name]
         self._supervision.forget(seat.name)
 

@@ -138,7 +138,7 @@ class Packer:
         self.bytes_max = bytes_max
         self._ids = count(first_id)
         self._kept: list[tuple[int, Address[object]]] = []
-        self._codec = Codec(types, self._to_id, lambda _id, _takes: _Nobody())
+        self._codec = Codec(types, self._to_id, lambda _id, _takes: _nobody)
 
     def pack(self, message: object) -> Packed:
         """Raises NotSendable, MessageTooLarge."""
@@ -177,11 +177,8 @@ class Remote(Ref[object]):
             self._loop.call_soon_threadsafe(self._wire.send, Forget(self.id))
 
 
-class _Nobody:
-    """An address that is no longer kept."""
-
-    def tell(self, _message: object, /) -> None:
-        pass
+_nobody: Final = Ref[object]("nobody", lambda _message: None)
+"""An address that is no longer kept."""
 
 
 class Peer(Protocol):
@@ -252,9 +249,9 @@ class Wire(asyncio.Protocol):
 
     def _to_address(self, address: AddressId, takes: tuple[type, ...]) -> Address[object]:
         if isinstance(address, str):
-            return self.packer.find(address) or _Nobody()
+            return self.packer.find(address) or _nobody
         if address < 0:
-            return self._kept.get(-1 - address, _Nobody())
+            return self._kept.get(-1 - address, _nobody)
         return Remote(self, address, takes)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -282,7 +279,7 @@ class Wire(asyncio.Protocol):
             match _decoder.decode(data):
                 case Told(to, name, body):
                     address = self.packer.find(to) if isinstance(to, str) else self._kept.get(to)
-                    self._peer.told(address or _Nobody(), self.decode(name, body))
+                    self._peer.told(address or _nobody, self.decode(name, body))
                 case Forget(number):
                     self._kept.pop(number, None)
                 case frame:

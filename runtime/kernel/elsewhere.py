@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import spawn
 from typing import Final
 
+from cuelight.kernel.actor import Actor
 from cuelight.kernel.codec import reachable
 from cuelight.kernel.errors import ActorCrashed
 from cuelight.kernel.events import Delivered, Event
@@ -123,6 +124,13 @@ class _Elsewhere(System):
         if crash.actor != self._name:
             super()._report_crash(crash)
 
+    def _build(self, seat: Seat) -> Actor[object]:
+        """The actor, for whom there is no program to end here: an exit is its crash."""
+        try:
+            return _Contained(super()._build(seat))
+        except SystemExit as error:
+            raise ActorCrashed(seat.name, "construction", error) from error
+
     def _begin_life(self, seat: Seat) -> int:
         seed = super()._begin_life(seat)
         return self._engagement.seed if seat.name == self._name else seed
@@ -188,6 +196,29 @@ class _Elsewhere(System):
                 self.wire.send(Stopped())
         self._on_lost = _nothing
         await self.wire.finish()
+
+
+class _Contained(Actor[object]):
+    """An actor whose exit is an error like any other."""
+
+    def __init__(self, actor: Actor[object]) -> None:
+        self._actor = actor
+
+    def started(self) -> None:
+        _contain(self._actor.started)
+
+    def handle(self, message: object) -> None:
+        _contain(self._actor.handle, message)
+
+    def stopped(self) -> None:
+        _contain(self._actor.stopped)
+
+
+def _contain(call: Callable[..., None], *arguments: object) -> None:
+    try:
+        call(*arguments)
+    except SystemExit as error:
+        raise RuntimeError(f"it gave up its thread or process: {error!r}") from error
 
 
 def _nothing() -> None:

@@ -95,9 +95,19 @@ class Mailbox:
         lane = self._lanes.get(type(message))
         if lane is None:
             raise NotAccepted(f"{self.name} does not accept {type(message).__qualname__}")
-        if not self._closed and len(self._urgent) + len(self._ordinary) >= self.capacity:
-            raise MailboxFull(f"{self.name} already has {len(self)} messages waiting")
-        self._append(lane, message if self.pack is None else self.pack(message), self._moment.acting)
+        if self._closed:
+            self._dropped += 1
+            return
+        length = len(self._urgent) + len(self._ordinary)
+        if length >= self.capacity:
+            raise MailboxFull(f"{self.name} already has {length} messages waiting")
+        if self.pack is not None:
+            message = self.pack(message)
+        lane.append((self._now(), self._moment.acting, message))
+        if length >= self._peak:
+            self._peak = length + 1
+        if self._waiter is not None:
+            self.wake()
 
     def post(self, message: object, sender: str = OWN) -> None:
         """Queue what the actor caused itself, or the kernel tells it: of any type, and never refused."""
@@ -108,13 +118,11 @@ class Mailbox:
             self._dropped += 1
             return
         lane.append((self._now(), sender, message))
-        length = len(self._urgent) + len(self._ordinary)
-        self._peak = max(self._peak, length)
-        if self._waiter is not None:
-            self.wake()
+        self._peak = max(self._peak, len(self))
+        self.wake()
 
     def take(self) -> Entry:
-        """The next entry: the oldest urgent one, else the oldest. The mailbox must not be empty."""
+        """The next entry: the oldest urgent one, else the oldest. Raises IndexError when there is none."""
         entry = (self._urgent or self._ordinary).popleft()
         self._delivered += 1
         return entry
@@ -162,6 +170,11 @@ class Mailbox:
     def count_dropped(self, count: int) -> None:
         """Messages that nobody will handle."""
         self._dropped += count
+
+    @property
+    def lanes(self) -> tuple[deque[Entry], deque[Entry]]:
+        """What is waiting: urgent entries and the others, each oldest first."""
+        return self._urgent, self._ordinary
 
     @property
     def closed(self) -> bool:

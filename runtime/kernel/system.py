@@ -417,6 +417,7 @@ class InTheLoop(Performer):
         """Deliver messages until the mailbox is closed and empty, or the seat is to be left. Raises ActorCrashed."""
         seat, moment, now, actor = self._seat, self._system.moment, self._system.clock.now, self._actor
         mailbox, tap, slow = seat.mailbox, self._system.tap, self._system.slow_handler_seconds
+        take, (urgent, ordinary) = mailbox.take, mailbox.lanes
         message, hook = None, "started"
         try:
             assert seat.life is not None
@@ -428,12 +429,11 @@ class InTheLoop(Performer):
                 if seat.is_leaving:
                     break
                 moment.acting, began = seat.name, now()
-                for _ in range(min(TURN_MESSAGES, len(mailbox))):
-                    moment.seconds = began
-                    try:
-                        _, sender, message = mailbox.take()
-                    except IndexError:  # the last handler had the rest dropped
+                for _ in range(TURN_MESSAGES):
+                    if not urgent and not ordinary:
                         break
+                    _, sender, message = take()
+                    moment.seconds = began
                     if tap is not None:
                         tap(Delivered(began, sender, seat.name, message))
                     actor.handle(message)
@@ -443,7 +443,7 @@ class InTheLoop(Performer):
                     began = ended
                 moment.acting = ""
                 message = None  # an idle actor keeps nothing alive
-                if len(mailbox):
+                if urgent or ordinary:
                     await asyncio.sleep(0)
                 elif mailbox.closed:
                     break

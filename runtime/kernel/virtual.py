@@ -125,7 +125,11 @@ class VirtualMailbox(Mailbox):
         is_full = len(self) + self._under_way >= self.capacity
         if self._under_way and is_full and not self.closed and type(message) in self._lanes:
             raise MailboxFull(f"{self.name} already has {self.capacity} messages waiting or under way")
-        super().put(message)
+        if self.closed or is_full or type(message) not in self._lanes:
+            super().put(message)  # which refuses or drops it
+        else:
+            packed = message if self.pack is None else self.pack(message)
+            self._append(self._lanes[type(message)], packed, self._moment.acting)
 
     def _append(self, lane: deque[Entry], message: object, sender: str) -> None:
         if self._is_elsewhere and sender == self.name:

@@ -207,6 +207,7 @@ class Wire(asyncio.Protocol):
         self._kept: dict[int, Address[object]] = {}
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
+        self._has_finished = False
         self.over = asyncio.Event()
         """The connection is no more."""
 
@@ -216,7 +217,7 @@ class Wire(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Frames, or what the other end reads before it speaks in frames."""
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and not self._has_finished and not self._transport.is_closing():
             self._transport.write(data)
 
     def deliver(self, packed: Packed, sender: str) -> None:
@@ -238,6 +239,7 @@ class Wire(asyncio.Protocol):
 
     async def finish(self) -> None:
         """Send what is still to be sent, and wait until the other end has closed: closing first would cut it off."""
+        self._has_finished = True
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write_eof()
         await self.over.wait()

@@ -20,7 +20,7 @@ export CUELIGHT_PROMPT := $(value PROMPT)
 QUESTION := -- "$$CUELIGHT_PROMPT"
 endif
 
-.PHONY: help chat test check setup clean
+.PHONY: help chat test check stress setup clean
 
 help:
 	@echo 'make chat                   talk to a model in the terminal'
@@ -28,6 +28,7 @@ help:
 	@echo 'make chat MODEL=NAME        a built-in name, a Hugging Face folder, a .gguf file or a hub id'
 	@echo 'make test                   run all tests (ARGS="-k name" for some)'
 	@echo 'make check                  ruff and mypy'
+	@echo 'make stress                 the long forms of some tests: 10,000 histories with crashes, 200 killed processes'
 	@echo 'make clean                  remove the virtual environment and everything built'
 	@echo 'PYTHON=/path/to/python3     which Python to make the environment with'
 
@@ -43,6 +44,9 @@ check: setup
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/mypy tests/typing examples/*.py
+
+stress: setup
+	@CUELIGHT_HISTORIES=10000 CUELIGHT_KILLS=200 $(BIN)/pytest tests/test_kernel_simulation.py tests/test_kernel_placement.py $(ARGS)
 
 setup: $(LINKED)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Never
+from typing import Any
 
 import msgspec
 
@@ -78,7 +79,8 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
 
 
 Protocol = Note | Urgent | Padded | Do | Greet | Carry | Hold | Terminated
-SINK = Role("sink", Note | Urgent | Padded | Answer | Terminated, 100_000)
+Heard = Note | Urgent | Padded | Answer | Carry | Terminated
+SINK: Role[Heard] = Role("sink", Heard, 100_000)
 PLAYER: Role[Protocol] = Role("player", Protocol, 100_000, urgent=(Urgent,))
 OTHER: Role[Protocol] = Role("other", Protocol, 100_000, urgent=(Urgent,))
 CHILD: Role[Protocol] = Role("child", Protocol, 100)
@@ -116,7 +118,7 @@ class Player(Actor[Protocol]):
     def stopped(self) -> None:
         self._sink.tell(Answer(0, "stopped"))
 
-    def _do(self, action: str, number: int, text: str) -> Answer:
+    def _do(self, action: str, number: int, text: str) -> Answer:  # noqa: PLR0912  # a list of tricks
         context = self._context
         match action:
             case "raise":
@@ -153,8 +155,10 @@ class Player(Actor[Protocol]):
                 child = context.spawn(Part(CHILD, player, placement=InProcess()) if text else Part(CHILD, player))
                 self._sink.tell(Answer(0, repr(child)))
                 child.tell(Note(number))
-            case "spawn broken":
-                context.spawn(Part(CHILD, player)).tell(Do("raise", text=text))
+            case "spawn and tell":
+                context.spawn(Part(CHILD, player)).tell(Do(text, text="child"))
+            case "spawn and show":
+                self._sink.tell(Carry(context.spawn(Part(CHILD, player)), (), number))
             case "send":
                 return Answer(0, _error_of(lambda: self._sink.tell(_ODD[text])))
             case _:
@@ -162,7 +166,7 @@ class Player(Actor[Protocol]):
         return Answer(number)
 
 
-_ODD = {
+_ODD: dict[str, Any] = {
     "unknown": Do("nothing"),
     "wrong field": Note("three"),  # type: ignore[arg-type]  # on purpose
     "unencodable": Note(object()),  # type: ignore[arg-type]
@@ -178,7 +182,7 @@ def _error_of(action: object) -> str:
     return ""
 
 
-def _do_to_itself(action: str, number: int, text: str) -> Answer:
+def _do_to_itself(action: str, number: int, text: str) -> Answer:  # noqa: PLR0912  # a list of tricks
     """What concerns the thread or process that the actor lives in."""
     match action:
         case "who":
@@ -201,7 +205,7 @@ def _do_to_itself(action: str, number: int, text: str) -> Answer:
         case "print at exit":
             print(text)  # noqa: T201  # buffered, where the output is no terminal
         case "descriptors":
-            return Answer(0, " ".join(f"{name}={target}" for name, target in descriptors().items()))
+            return Answer(0, "\n".join(f"{name}={target}" for name, target in descriptors().items()))
         case "inheritable":
             return Answer(sum(os.get_inheritable(int(each)) for each in descriptors() if int(each) > 2))
         case "environment":
@@ -230,9 +234,11 @@ def descriptors() -> dict[str, str]:
 
 
 def _write_to_parent(data: bytes) -> None:
-    sockets = [int(name) for name, target in descriptors().items() if target.startswith("socket")]
-    os.set_blocking(min(sockets), True)
-    os.write(min(sockets), data)
+    for name in (name for name, target in descriptors().items() if target.startswith("socket")):
+        with socket.socket(fileno=os.dup(int(name))) as connection:
+            maker = int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
+            if maker == os.getppid():
+                connection.sendall(data)
 
 
 def through(path: str) -> None:
@@ -240,17 +246,17 @@ def through(path: str) -> None:
     Path(path).read_bytes()
 
 
-def player(context: Context[Never]) -> Player:
+def player(context: Context[Protocol]) -> Player:
     """The usual player."""
     return Player(context)
 
 
-def broken(context: Context[Never]) -> Player:
+def broken(context: Context[Protocol]) -> Player:
     """One that cannot be built."""
     raise ValueError("no such player")
 
 
-def breaking(context: Context[Never], *, path: str) -> Player:
+def breaking(context: Context[Protocol], *, path: str) -> Player:
     """One that can be built once."""
     try:
         Path(path).touch(exist_ok=False)
@@ -259,19 +265,19 @@ def breaking(context: Context[Never], *, path: str) -> Player:
     return Player(context)
 
 
-def gated(context: Context[Never], *, path: str) -> Player:
+def gated(context: Context[Protocol], *, path: str) -> Player:
     """One whose constructor waits."""
     through(path)
     return Player(context)
 
 
-def dying(context: Context[Never], *, action: str, number: int = 0) -> Player:
+def dying(context: Context[Protocol], *, action: str, number: int = 0) -> Player:
     """One whose constructor ends the process."""
     _do_to_itself(action, number, "")
     return Player(context)
 
 
-def counting(context: Context[Never], *, path: str) -> Player:
+def counting(context: Context[Protocol], *, path: str) -> Player:
     """One that says in which life it is."""
     with Path(path).open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -29,7 +29,7 @@ from cuelight.kernel.ref import Address, Ref
 from cuelight.kernel.role import InLoop, Part, Role
 from cuelight.kernel.stage import Seat
 from cuelight.kernel.supervision import Fate
-from cuelight.kernel.system import System
+from cuelight.kernel.system import Performer, System
 from cuelight.kernel.wire import (
     WINDOW,
     Begun,
@@ -125,11 +125,16 @@ class _Elsewhere(System):
             super()._report_crash(crash)
 
     def _build(self, seat: Seat) -> Actor[object]:
-        """The actor, for whom there is no program to end here: an exit is its crash."""
         try:
-            return _Contained(super()._build(seat))
-        except SystemExit as error:
+            return super()._build(seat)
+        except SystemExit as error:  # there is no program to end here
             raise ActorCrashed(seat.name, "construction", error) from error
+
+    async def _live(self, seat: Seat, performer: Performer | None) -> None:
+        try:
+            await super()._live(seat, performer)
+        except SystemExit as error:
+            self._end(seat, ActorCrashed(seat.name, "", error))
 
     def _begin_life(self, seat: Seat) -> int:
         seed = super()._begin_life(seat)
@@ -196,29 +201,6 @@ class _Elsewhere(System):
                 self.wire.send(Stopped())
         self._on_lost = _nothing
         await self.wire.finish()
-
-
-class _Contained(Actor[object]):
-    """An actor whose exit is an error like any other."""
-
-    def __init__(self, actor: Actor[object]) -> None:
-        self._actor = actor
-
-    def started(self) -> None:
-        _contain(self._actor.started)
-
-    def handle(self, message: object) -> None:
-        _contain(self._actor.handle, message)
-
-    def stopped(self) -> None:
-        _contain(self._actor.stopped)
-
-
-def _contain(call: Callable[..., None], *arguments: object) -> None:
-    try:
-        call(*arguments)
-    except SystemExit as error:
-        raise RuntimeError(f"it gave up its thread or process: {error!r}") from error
 
 
 def _nothing() -> None:

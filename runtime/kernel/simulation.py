@@ -18,7 +18,7 @@ from cuelight.kernel.mailbox import MailboxStatistics
 from cuelight.kernel.recording import Crossing, History, Ids
 from cuelight.kernel.ref import Ref
 from cuelight.kernel.role import InLoop, Part, Role
-from cuelight.kernel.stage import Seat, Stage
+from cuelight.kernel.stage import INTERRUPTS, Seat, Stage
 from cuelight.kernel.supervision import Verdict
 from cuelight.kernel.turns import Act, Condition, Procedure, Turn, at_once
 from cuelight.kernel.virtual import VirtualClock, VirtualMailbox, VirtualWorker
@@ -212,7 +212,7 @@ class Simulation(Stage):
                 act.actor = self._build(seat)
             elif not act.is_started:
                 act.is_started = True
-                self._act(seat, actor.started)
+                self._act(seat, actor.started, "started")
             elif len(seat.mailbox):
                 self._deliver(seat, actor)
             else:
@@ -224,14 +224,14 @@ class Simulation(Stage):
         """End a life in order. Raises ActorCrashed."""
         assert act.actor is not None
         if not act.is_started:
-            self._act(act.seat, act.actor.started)
-        self._act(act.seat, act.actor.stopped)
+            self._act(act.seat, act.actor.started, "started")
+        self._act(act.seat, act.actor.stopped, "stopped")
         self._end(act.seat, None)
 
     def _deliver(self, seat: Seat, actor: Actor[object]) -> None:
         message = self._take(seat)
         try:
-            self._act(seat, partial(self._striker.handle, seat, partial(actor.handle, message)), message)
+            self._act(seat, partial(self._striker.handle, seat, partial(actor.handle, message)), type(message).__qualname__)
         except ActorCrashed as crash:
             if isinstance(crash.__cause__, SimulatedKill):
                 for _ in range(self._striker.lost_with(seat)):
@@ -244,12 +244,14 @@ class Simulation(Stage):
             self.tap(Delivered(self.clock.now(), sender, seat.name, message))
         return message
 
-    def _act(self, seat: Seat, hook: Callable[[], None], message: object = None) -> None:
+    def _act(self, seat: Seat, act: Callable[[], None], name: str) -> None:
         self.moment.acting, self.moment.seconds = seat.name, self.clock.now()
         try:
-            hook()
-        except Exception as error:
-            raise ActorCrashed(seat.name, type(message).__qualname__, error) from error
+            act()
+        except INTERRUPTS:
+            raise
+        except BaseException as error:
+            raise ActorCrashed(seat.name, name, error) from error
         finally:
             self.moment.acting = ""
 

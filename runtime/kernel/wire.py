@@ -246,7 +246,9 @@ class Wire(asyncio.Protocol):
 
     def close(self) -> None:
         """Send what is still to be sent, and no more."""
-        if self._transport is not None:
+        if self._transport is None:
+            self.over.set()
+        else:
             self._transport.close()
 
     def _to_address(self, address: AddressId, takes: tuple[type, ...]) -> Address[object]:

@@ -396,7 +396,7 @@ async def test_the_crash_of_a_spawned_actor_is_that_of_its_life(place: Placement
 
 @everywhere
 @played
-async def test_a_spawned_actors_address_is_good_for_others(place: Placement) -> None:
+async def test_a_spawned_actors_address_is_good_for_others(place: Placement, gate: Gate) -> None:
     async with theatre(place) as stage:
         stage.tell("spawn and show")
         await until(lambda: stage.all(Carry))
@@ -404,8 +404,11 @@ async def test_a_spawned_actors_address_is_good_for_others(place: Placement) -> 
         child.tell(Note(3))
         await until(lambda: stage.numbers() == [3])
         if not isinstance(place, InLoop):  # where the sender is the one to hear of it
+            stage.tell("gate", text=gate.path)  # so that it hears all of them in one go
+            await until(gate.is_reached)
             for number in range(5000):
                 child.tell(Note(number))
+            gate.open()
             assert "crashed on placed:Note: RemoteError('MailboxFull" in (await stage.ended()).error.replace('"', "'")
             child.tell(Note(-1))  # to a life that is over
             await stage.do("who")

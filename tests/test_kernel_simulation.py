@@ -256,7 +256,7 @@ def _loses(self: Mailbox) -> object:
 
 
 def _forgets(self: Mailbox) -> None:
-    self.count_dropped(len(self))
+    self._dropped += len(self)
     self._urgent.clear()
     self._ordinary.clear()
 

@@ -22,7 +22,9 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Delivered(msgspec.Struct, frozen=True, tag=True):
-    """`actor` is about to handle `message`, or to have it sent to where it lives; `seconds` is the time it will see.
+    """`actor` is about to handle `message`; `seconds` is the time it will see.
+
+    Of an actor that lives elsewhere this is seen a little later, when the system hears that it has begun.
 
     `sender` is an actor's name, "" for code outside the actors, "(own)" for the actor's own threads and timers.
     """

@@ -162,13 +162,14 @@ class Mailbox:
         """Accept nothing more; with `drop`, forget what is waiting too."""
         self._closed = True
         if drop:
-            self.count_dropped(len(self))
+            self._dropped += len(self)
             self._urgent.clear()
             self._ordinary.clear()
         self.wake()
 
-    def count_dropped(self, count: int) -> None:
-        """Messages that nobody will handle."""
+    def lose(self, count: int) -> None:
+        """So many entries that were taken will never be handled."""
+        self._delivered -= count
         self._dropped += count
 
     @property

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -139,13 +139,11 @@ class Placed(Performer):
         self._settle()
 
     def _hand_over(self) -> None:
-        mailbox, system = self._seat.mailbox, self._system
+        mailbox = self._seat.mailbox
         arrived, sender, message = mailbox.take()
         # What the kernel itself posts has not been packed by a sender.
         packed = message if isinstance(message, Packed) else self._wire.packer.pack(message)
         self._handed_over[mailbox.is_urgent(type(packed.message))].append((arrived, sender, packed))
-        if system.tap is not None:
-            system.tap(Delivered(system.clock.now(), sender, self._seat.name, packed.message))
         self._wire.deliver(packed, sender)
 
     def _stop(self) -> None:
@@ -161,7 +159,7 @@ class Placed(Performer):
             mailbox.put_back(ordinary, urgent=False)
             mailbox.put_back(urgent, urgent=True)
         else:
-            mailbox.count_dropped(len(ordinary) + len(urgent))
+            mailbox.lose(len(ordinary) + len(urgent))
         if self._crash is not None:
             raise self._crash
 
@@ -171,8 +169,7 @@ class Placed(Performer):
         match frame:
             case Begun(urgent, ordinary):
                 for lane, count in zip(self._handed_over, (ordinary, urgent), strict=True):
-                    for _ in range(count):
-                        lane.popleft()
+                    self._begun(lane.popleft() for _ in range(count))
                 self._room.set()
             case Watch(watched):
                 self._system.watch(self._seat, watched)
@@ -188,6 +185,12 @@ class Placed(Performer):
                     self._ready.set_result(None)
             case _:
                 raise AssertionError(f"an actor does not say {type(frame).__name__}")
+
+    def _begun(self, entries: Iterable[Entry]) -> None:
+        for _, sender, packed in entries:
+            assert isinstance(packed, Packed)
+            if self._system.tap is not None:
+                self._system.tap(Delivered(self._system.clock.now(), sender, self._seat.name, packed.message))
 
     def told(self, address: Address[object], message: object, /) -> None:
         """The actor tells somebody here something."""

@@ -231,7 +231,9 @@ class Simulation(Stage):
     def _deliver(self, seat: Seat, actor: Actor[object]) -> None:
         message = self._take(seat)
         try:
-            self._act(seat, partial(self._striker.handle, seat, partial(actor.handle, message)), type(message).__qualname__)
+            self._act(
+                seat, partial(self._striker.handle, seat, partial(actor.handle, message)), type(message).__qualname__
+            )
         except ActorCrashed as crash:
             if isinstance(crash.__cause__, SimulatedKill):
                 for _ in range(self._striker.lost_with(seat)):

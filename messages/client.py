@@ -17,11 +17,15 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """The request was refused before any work; nothing more follows."""
+    """The request was refused before any work; nothing more follows.
+
+    After `retry_after_seconds` there may be room; None where trying again would not help or nobody can tell.
+    """
 
     request_id: RequestId
     refusal: Refusal
     reason: str
+    retry_after_seconds: float | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True, tag=True):

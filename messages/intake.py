@@ -8,7 +8,7 @@ import msgspec
 
 from cuelight.messages.address import Address
 from cuelight.messages.client import ClientMessage
-from cuelight.messages.request import Prompt, RequestId, Sampling
+from cuelight.messages.request import Prompt, RequestId, Sampling, Service
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -18,6 +18,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     prompt: Prompt
     sampling: Sampling
     reply_to: Address[ClientMessage]
+    service: Service = Service()
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -32,6 +33,12 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     request_id: RequestId
 
 
+class SetTenants(msgspec.Struct, frozen=True, tag=True):
+    """From now on requests are accepted of these tenants alone; None is any. Not answered."""
+
+    names: tuple[str, ...] | None
+
+
 class Finished(msgspec.Struct, frozen=True, tag=True):
     """The scheduler is done with these requests: they no longer count against the queue limit."""
 
@@ -44,4 +51,4 @@ class Serving(msgspec.Struct, frozen=True, tag=True):
     token_capacity: int
 
 
-IntakeMessage: TypeAlias = Submit | Cancel | Opened | Finished | Serving
+IntakeMessage: TypeAlias = Submit | Cancel | SetTenants | Opened | Finished | Serving

@@ -45,6 +45,19 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ignore_eos: bool = False
 
 
+class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a request wants to be served beside others.
+
+    `priority`: higher is sooner, where the policy goes by it. `tenant`: whose share it counts against. Seconds are from
+    the submission: `queue_seconds` until its first blocks, `deadline_seconds` until its end; None waits for ever.
+    """
+
+    tenant: str = ""
+    priority: int = 0
+    queue_seconds: float | None = None
+    deadline_seconds: float | None = None
+
+
 class FinishReason(StrEnum):
     """Why a request ended."""
 
@@ -54,6 +67,8 @@ class FinishReason(StrEnum):
     """`max_tokens`, or no room left in the context."""
     CANCELLED = "cancelled"
     """The client left."""
+    EXPIRED = "expired"
+    """Its deadline, or the longest time it was to wait, has passed."""
     FAILED = "failed"
     """The engine could not go on with this request; the end message says why."""
 
@@ -77,3 +92,5 @@ class Refusal(StrEnum):
     BAD_SAMPLING = "bad_sampling"
     WRONG_TYPE = "wrong_type"
     QUEUE_FULL = "queue_full"
+    BAD_SERVICE = "bad_service"
+    UNKNOWN_TENANT = "unknown_tenant"

@@ -6,22 +6,63 @@ from typing import TypeAlias
 
 import msgspec
 
-from cuelight.messages.request import RequestId, Sampling
+from cuelight.messages.address import Address
+from cuelight.messages.request import RequestId, Sampling, Service
 
 
 class Admit(msgspec.Struct, frozen=True, tag=True):
-    """A validated request joins the queue. `sampling.seed` is set; prompt and output together fit `token_limit`."""
+    """A validated request joins the queue. `sampling.seed` is set; prompt and output together fit `token_limit`.
+
+    `submitted_at` is when intake heard of it, in seconds of the system's clock; its deadlines count from there.
+    """
 
     request_id: RequestId
     token_ids: tuple[int, ...]
     sampling: Sampling
     token_limit: int
+    service: Service
+    submitted_at: float
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """End a request whose client has left, in whatever state it is. Idempotent; unknown ids are ignored."""
 
     request_id: RequestId
+
+
+class SetPolicy(msgspec.Struct, frozen=True, tag=True):
+    """Serve by this policy from now on: "fcfs", "priority", "deadline" or "fair". Not answered; nobody is dropped.
+
+    `aging_seconds` of waiting are worth one level of priority. `weights` are the tenants' shares, above 0; a tenant
+    without one has a share of 1.
+    """
+
+    name: str
+    aging_seconds: float = 10.0
+    weights: tuple[tuple[str, float], ...] = ()
+
+
+class Occurrence(msgspec.Struct, frozen=True):
+    """Something that happened to a request, or that kept it waiting from then on; `seconds` after its submission."""
+
+    seconds: float
+    what: str
+    why: str = ""
+
+
+class Explanation(msgspec.Struct, frozen=True, tag=True):
+    """A request's life so far. `state` is "waiting", "running", a finish reason, or "unknown" for one long over."""
+
+    request_id: RequestId
+    state: str
+    timeline: tuple[Occurrence, ...]
+
+
+class Explain(msgspec.Struct, frozen=True, tag=True):
+    """What has become of this request, and why does it wait? Answered once: `Explanation`."""
+
+    request_id: RequestId
+    reply_to: Address[Explanation]
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -39,11 +80,13 @@ class Grant(msgspec.Struct, frozen=True):
 class Granted(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Reserve`: what was granted, in the order asked, and which requests got nothing.
 
-    A refused request is one that this pool could not serve now; admissions behind a refusal were not tried.
+    A refused request is one that this pool could not serve now; admissions behind a refusal were not tried. A deferred
+    one shares a prefix that a running request is computing, and had better wait for that.
     """
 
     grants: tuple[Grant, ...]
     refused: tuple[RequestId, ...]
+    deferred: tuple[RequestId, ...] = ()
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
@@ -81,4 +124,6 @@ class ExecutorReady(msgspec.Struct, frozen=True, tag=True):
     block_size: int
 
 
-SchedulerMessage: TypeAlias = Admit | Abort | Granted | StepDone | StepFailed | StopMatched | ExecutorReady
+SchedulerMessage: TypeAlias = (
+    Admit | Abort | SetPolicy | Explain | Granted | StepDone | StepFailed | StopMatched | ExecutorReady
+)

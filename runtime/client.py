@@ -20,6 +20,8 @@ REFUSALS: dict[Refusal, type[errors.RequestRejected]] = {
     Refusal.BAD_SAMPLING: errors.BadSampling,
     Refusal.WRONG_TYPE: errors.WrongType,
     Refusal.QUEUE_FULL: errors.QueueFull,
+    Refusal.BAD_SERVICE: errors.BadService,
+    Refusal.UNKNOWN_TENANT: errors.UnknownTenant,
 }
 
 
@@ -78,10 +80,14 @@ class Inbox:
             case End():
                 if message.reason is FinishReason.FAILED:
                     self.error = errors.RequestFailed(message.error)
+                elif message.reason is FinishReason.EXPIRED:
+                    self.error = errors.DeadlineExceeded(message.error)
                 self.end = message
                 self._finish()
             case Rejected():
                 self.error = REFUSALS[message.refusal](message.reason)
+                if isinstance(self.error, errors.QueueFull):
+                    self.error.retry_after_seconds = message.retry_after_seconds
                 self._finish()
             case _:
                 assert_never(message)

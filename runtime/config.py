@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from cuelight.model_folder import json_object
 
 DTYPES = ("auto", "float32", "bfloat16")
 EXECUTORS = ("thread",)
+POLICIES = ("fcfs", "priority", "deadline", "fair")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,10 @@ class EngineConfig:
         watermark_fraction: of the blocks, kept free for running requests when a new one is admitted.
         context_length: tokens a request may hold, prompt and output; None is the model's own limit.
         steps_in_flight: steps handed to the executor before the first one's result is read.
+        long_prefill_tokens: of one prompt in one step while others could use the budget; None is a quarter of that.
+        policy: whom to serve next: "fcfs", "priority", "deadline", or "fair" between tenants by tokens served.
+        aging_seconds: under "priority", waiting so long is worth one level.
+        tenant_weights: shares of the tenants, above 0, and then no others are served; None serves any, all alike.
         seed: of the engine's own chance, from which requests without a seed get theirs; None is different each time.
         journal: a file that records all that the actors are told, prompts and outputs too, for `cuelight replay`; an
             older journal there is overwritten, anything else is not. None records nothing.
@@ -52,6 +58,10 @@ class EngineConfig:
     watermark_fraction: float = 0.01
     context_length: int | None = None
     steps_in_flight: int = 2
+    long_prefill_tokens: int | None = None
+    policy: str = "fcfs"
+    aging_seconds: float = 10.0
+    tenant_weights: Mapping[str, float] | None = None
     seed: int | None = None
     journal: str | os.PathLike[str] | None = None
 
@@ -64,6 +74,11 @@ class EngineConfig:
                 raise ConfigError(f"unknown option {name!r}; there are {', '.join(names)}")
         return cls(**options)  # type: ignore[arg-type]  # __post_init__ checks what the values are
 
+    @property
+    def tenants(self) -> tuple[str, ...] | None:
+        """Those whose requests are accepted; None is any."""
+        return None if self.tenant_weights is None else tuple(self.tenant_weights)
+
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
@@ -75,6 +90,9 @@ class EngineConfig:
             raise ConfigError(f"device must be a name such as 'cpu' or 'cuda', not {self.device!r}")
         if not isinstance(self.journal, str | os.PathLike | None):
             raise ConfigError(f"journal must be the path of a file, not {self.journal!r}")
+        check_policy(self.policy, self.aging_seconds, self.tenant_weights)
+        if self.long_prefill_tokens is not None:
+            _check_count("long_prefill_tokens", self.long_prefill_tokens, at_least=1)
         if self.seed is not None:
             _check_count("seed", self.seed, at_least=0)
         for name in ("token_budget", "running_max", "queue_limit", "block_size", "steps_in_flight"):
@@ -105,6 +123,10 @@ class EngineOptions(TypedDict, total=False):
     watermark_fraction: float
     context_length: int | None
     steps_in_flight: int
+    long_prefill_tokens: int | None
+    policy: str
+    aging_seconds: float
+    tenant_weights: Mapping[str, float] | None
     seed: int | None
     journal: str | os.PathLike[str] | None
 
@@ -121,6 +143,39 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+
+
+class ServiceOptions(TypedDict, total=False):
+    """How a request is to be served beside others, for type checkers: the fields of `Service`."""
+
+    tenant: str
+    priority: int
+    queue_seconds: float | None
+    deadline_seconds: float | None
+
+
+class RequestOptions(SamplingOptions, ServiceOptions, total=False):
+    """The keyword options of a request, for type checkers."""
+
+
+def check_policy(policy: object, aging_seconds: object, tenant_weights: object) -> None:
+    """Raises ConfigError for a policy that does not exist, or that cannot be had with these numbers."""
+    if policy not in POLICIES:
+        raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+    if not _is_positive(aging_seconds):
+        raise ConfigError(f"aging_seconds must be a number above 0, not {aging_seconds!r}")
+    if tenant_weights is None:
+        return
+    if not isinstance(tenant_weights, Mapping) or not tenant_weights:
+        raise ConfigError(f"tenant_weights must map names of tenants to numbers, not {tenant_weights!r}")
+    for tenant, weight in tenant_weights.items():
+        if not isinstance(tenant, str) or not _is_positive(weight):
+            raise ConfigError(f"the weight of tenant {tenant!r} must be a number above 0, not {weight!r}")
+
+
+def _is_positive(value: object) -> bool:
+    """Whether this is a number that a float can hold, above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _check_count(name: str, value: object, *, at_least: int) -> None:

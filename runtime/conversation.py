@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Unpack
 
 from cuelight.client import Inbox, Stream
-from cuelight.config import SamplingOptions
+from cuelight.config import RequestOptions
 from cuelight.errors import ChatBusy
 from cuelight.messages.request import Turn
 
@@ -19,7 +19,7 @@ class Chat:
     """
 
     def __init__(
-        self, submit: Callable[[object, SamplingOptions], Stream], system: str | None, options: SamplingOptions
+        self, submit: Callable[[object, RequestOptions], Stream], system: str | None, options: RequestOptions
     ) -> None:
         self._submit = submit
         self._options = options
@@ -28,7 +28,7 @@ class Chat:
         # The answer's inbox, not its stream: a stream that nobody else holds must be free to end.
         self._answer: Inbox | None = None
 
-    def say(self, text: str, **options: Unpack[SamplingOptions]) -> Stream:
+    def say(self, text: str, **options: Unpack[RequestOptions]) -> Stream:
         """Ask, and stream the answer; `options` override the chat's own.
 
         Raises:
@@ -39,7 +39,7 @@ class Chat:
         if self._answer is not None:
             raise ChatBusy("the previous answer is still streaming: read it to its end or close it first")
         asked = Turn("user", text)
-        merged: SamplingOptions = {**self._options, **options}
+        merged: RequestOptions = {**self._options, **options}
         stream = self._submit([*self._turns, asked], merged)
         self._asked, self._answer = asked, stream.inbox
         return stream

@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,16 +20,18 @@ import msgspec
 from cuelight import errors
 from cuelight.actors.intake.prompts import parse_prompt
 from cuelight.actors.intake.refusal import Refused, UnknownOption
+from cuelight.actors.intake.service import SERVICE_OPTIONS, parse_service
 from cuelight.actors.intake.validation import parse_sampling
 from cuelight.client import REFUSALS, Inbox, Result, Stream, open_stream
-from cuelight.config import EngineConfig, EngineOptions, SamplingOptions
+from cuelight.config import EngineConfig, EngineOptions, RequestOptions, check_policy
 from cuelight.conversation import Chat
 from cuelight.ensemble import Casting, Ensemble, casting, gather, roles
-from cuelight.kernel import ActorCrashed, System, WorkerThread, get_logger
+from cuelight.kernel import ActorCrashed, System, WorkerThread, ask, get_logger
 from cuelight.kernel.journal import Journal
 from cuelight.messages import observer
-from cuelight.messages.intake import Cancel, Submit
-from cuelight.messages.request import Prompt, RequestId, Sampling
+from cuelight.messages.intake import Cancel, SetTenants, Submit
+from cuelight.messages.request import Prompt, RequestId, Sampling, Service
+from cuelight.messages.scheduler import Explain, Explanation, SetPolicy
 from cuelight.progress import counting_bar
 from cuelight.replay import Origin, open_journal
 from cuelight.store import DEFAULT_MODEL, model_path
@@ -168,6 +170,7 @@ class Engine:
             )
             await self._system.start()
             self._intake = self._system.find(cast.intake)
+            self._scheduler = self._system.find(cast.scheduler)
             ready = await board.ready
             self._check_still_starting()
         except BaseException:
@@ -224,7 +227,7 @@ class Engine:
         for inbox in list(self._open.values()):
             inbox.fail(reason())
 
-    def stream(self, prompt: object, **options: Unpack[SamplingOptions]) -> Stream:
+    def stream(self, prompt: object, **options: Unpack[RequestOptions]) -> Stream:
         """Submit a request and iterate over its output.
 
         `prompt` is text, a list of chat messages (`{"role": …, "content": …}`), or a list of token ids. The request
@@ -236,12 +239,12 @@ class Engine:
         """
         return self._submit(*self._parse(prompt, options))
 
-    async def generate(self, prompt: object, **options: Unpack[SamplingOptions]) -> Result:
+    async def generate(self, prompt: object, **options: Unpack[RequestOptions]) -> Result:
         """Submit a request and wait for its whole output. Raises as `stream` does, and RequestFailed."""
         return await self.stream(prompt, **options).result()
 
     async def generate_many(
-        self, prompts: Iterable[object], *, progress: bool = False, **options: Unpack[SamplingOptions]
+        self, prompts: Iterable[object], *, progress: bool = False, **options: Unpack[RequestOptions]
     ) -> list[Result]:
         """Serve many prompts and return their results in order; `progress` shows a bar on standard error.
 
@@ -255,8 +258,8 @@ class Engine:
         todo = iter(enumerate(parsed))
 
         async def serve() -> None:
-            for index, (prompt, sampling) in todo:
-                results[index] = await self._submit(prompt, sampling).result()
+            for index, asked in todo:
+                results[index] = await self._submit(*asked).result()
                 bar.update()
 
         servers = max(1, min(2 * self._config.running_max, self._config.queue_limit // 2, len(parsed)))
@@ -269,7 +272,7 @@ class Engine:
                 raise failures.exceptions[0] from None
         return [results[index] for index in range(len(parsed))]
 
-    def chat(self, system: str | None = None, **options: Unpack[SamplingOptions]) -> Chat:
+    def chat(self, system: str | None = None, **options: Unpack[RequestOptions]) -> Chat:
         """A conversation that remembers; `options` hold for each answer. The prefix cache keeps its K/V."""
         return Chat(lambda turns, merged: self.stream(turns, **merged), system, options)
 
@@ -292,28 +295,57 @@ class Engine:
             output_tokens=requests.output_tokens,
         )
 
-    def _parse(self, prompt: object, options: SamplingOptions) -> tuple[Prompt, Sampling]:
+    def set_policy(
+        self, policy: str, *, aging_seconds: float = 10.0, tenant_weights: Mapping[str, float] | None = None
+    ) -> None:
+        """Serve by another policy from now on, the requests that wait already too; nothing is dropped.
+
+        The options are those of the configuration. Raises ConfigError and EngineUnavailable.
+        """
+        check_policy(policy, aging_seconds, tenant_weights)
+        self._check_available()
+        weights = tuple((tenant_weights or {}).items())
+        self._intake.tell(SetTenants(None if tenant_weights is None else tuple(tenant_weights)))
+        self._scheduler.tell(SetPolicy(policy, float(aging_seconds), weights))
+
+    async def explain(self, request_id: int, timeout_seconds: float = 10.0) -> Explanation:
+        """A request's life: when it was admitted, preempted or ended, and what kept it waiting, with reasons.
+
+        A stream's id is `stream.request_id`. Of requests that are over, the last 1,024 are remembered; one that was
+        never given out, or is forgotten, has the state "unknown". Raises WrongType and EngineUnavailable.
+        """
+        if not isinstance(request_id, int):
+            raise errors.WrongType(f"request_id must be a number, and it is of type {type(request_id).__name__}")
+        self._check_available()
+        return await ask(self._scheduler, partial(Explain, RequestId(request_id)), timeout_seconds)
+
+    def _parse(self, prompt: object, options: RequestOptions) -> tuple[Prompt, Sampling, Service]:
         if self._unavailable is not None:
             raise self._unavailable()
+        service = {name: value for name, value in options.items() if name in SERVICE_OPTIONS}
+        sampling = {name: value for name, value in options.items() if name not in SERVICE_OPTIONS}
         try:
-            return parse_prompt(prompt), parse_sampling(options)
+            return parse_prompt(prompt), parse_sampling(sampling), parse_service(service)
         except UnknownOption as unknown:
             raise errors.UnknownField(str(unknown)) from None
         except Refused as refused:
             raise REFUSALS[refused.refusal](refused.reason) from None
 
-    def _submit(self, prompt: Prompt, sampling: Sampling) -> Stream:
+    def _check_available(self) -> None:
         if self._unavailable is not None:
             raise self._unavailable()
         if threading.get_ident() != self._thread_id:
             raise errors.EngineUnavailable("requests are sent from the thread whose event loop runs the engine")
+
+    def _submit(self, prompt: Prompt, sampling: Sampling, service: Service) -> Stream:
+        self._check_available()
         # Intake refuses beyond its queue limit; far beyond, not even a message is spent.
         if len(self._open) >= 2 * self._config.queue_limit:
             raise errors.QueueFull(f"{len(self._open)} requests are open already")
         inbox = Inbox(RequestId(next(self._ids)), self._loop.time, on_end=self._forget)
         stream = open_stream(inbox, self._cancel, self._cancel_later)
         self._open[inbox.request_id] = inbox
-        self._intake.tell(Submit(inbox.request_id, prompt, sampling, reply_to=inbox))
+        self._intake.tell(Submit(inbox.request_id, prompt, sampling, inbox, service))
         return stream
 
     def _forget(self, inbox: Inbox) -> None:

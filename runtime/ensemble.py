@@ -25,7 +25,7 @@ from cuelight.messages.detokenizer import DetokenizerMessage
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.intake import IntakeMessage
 from cuelight.messages.observer import ObserverMessage
-from cuelight.messages.scheduler import Abort, Admit, SchedulerMessage
+from cuelight.messages.scheduler import Abort, Admit, SchedulerMessage, SetPolicy
 
 if TYPE_CHECKING:
     from cuelight.actors.executor.batch import Batch
@@ -98,7 +98,7 @@ def roles(config: EngineConfig) -> Roles:
         executor=Role("executor", ExecutorMessage, capacity=4 * config.steps_in_flight + 8),
         cache=Role("cache", CacheMessage, capacity=4 * requests + 64),
         # An Abort must not overtake its Admit, so both overtake the results of steps.
-        scheduler=Role("scheduler", SchedulerMessage, capacity=4 * requests + 64, urgent=(Admit, Abort)),
+        scheduler=Role("scheduler", SchedulerMessage, capacity=4 * requests + 64, urgent=(Admit, Abort, SetPolicy)),
         intake=Role("intake", IntakeMessage, capacity=8 * requests + 64),
     )
 
@@ -109,8 +109,10 @@ def assemble(
     """The five parts."""
     facts = ensemble.facts
     context_length = min(facts.context_length, config.context_length or facts.context_length)
-    intake_limits = Limits(facts.vocab_size, context_length, config.queue_limit)
-    step_limits = StepLimits(config.token_budget, config.running_max, config.steps_in_flight)
+    intake_limits = Limits(facts.vocab_size, context_length, config.queue_limit, config.tenants)
+    long_prefill_tokens = config.long_prefill_tokens or -(-config.token_budget // 4)
+    step_limits = StepLimits(config.token_budget, config.running_max, config.steps_in_flight, long_prefill_tokens)
+    policy = SetPolicy(config.policy, config.aging_seconds, tuple((config.tenant_weights or {}).items()))
     return (
         Part(cast.detokenizer, lambda context: Detokenizer(ensemble.decode, context.find(cast.scheduler))),
         Part(
@@ -131,6 +133,7 @@ def assemble(
                     intake=context.find(cast.intake),
                     observer=observer,
                 ),
+                policy,
             ),
         ),
         Part(

@@ -5,8 +5,9 @@
   - ConfigError           the engine was configured with something it cannot do
   - RequestRejected       refused before any work was done (also a ValueError)
       EmptyPrompt · PromptTooLong · BadPrompt · BadMessage · TokenOutOfRange ·
-      BadSampling · UnknownField · WrongType · QueueFull
+      BadSampling · BadService · UnknownTenant · UnknownField · WrongType · QueueFull
   - RequestFailed         accepted, then ended by a failure that was not the client's choice
+      DeadlineExceeded
   - EngineUnavailable     NotStarted · EngineClosed · EngineBroken
   - ChatBusy              a second `say` while the first still streams
 """
@@ -62,12 +63,31 @@ class WrongType(RequestRejected):
     """A prompt or an option has the wrong type."""
 
 
+class BadService(RequestRejected):
+    """A priority, tenant or deadline cannot be honoured: a deadline that has passed already, for example."""
+
+
+class UnknownTenant(RequestRejected):
+    """The engine serves certain tenants, and this is none of them."""
+
+
 class QueueFull(RequestRejected):
-    """The engine already holds as many requests as its queue limit allows. Try again later."""
+    """The engine already holds as many requests as its queue limit allows. Try again later.
+
+    `retry_after_seconds` estimates when there is room, from how fast requests have been finishing; None: too few have.
+    """
+
+    def __init__(self, reason: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(reason)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class RequestFailed(EngineError):
     """The request was accepted and then ended by a failure; other requests are not touched."""
+
+
+class DeadlineExceeded(RequestFailed):
+    """The request's deadline, or the longest time it was to wait for its first blocks, has passed."""
 
 
 class EngineUnavailable(EngineError):

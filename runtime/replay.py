@@ -13,6 +13,7 @@ import msgspec
 from cuelight.actors.executor.actor import ExecutorInbox
 from cuelight.actors.executor.device import Device
 from cuelight.actors.intake.actor import IntakeInbox
+from cuelight.actors.scheduler.actor import SchedulerInbox
 from cuelight.config import EngineConfig, ModelFacts
 from cuelight.ensemble import Ensemble, assemble, gather, roles
 from cuelight.errors import ConfigError
@@ -88,7 +89,7 @@ def _replay(path: str, actor: str) -> Replay:
         raise JournalError(f"an engine has no actor {actor!r}: it has {', '.join(names)}")
     parts = assemble(_ensemble(origin, actor), origin.config, cast, _Nobody())
     part = next(part for part in parts if part.role.name == actor)
-    return replay_part(journal, part, (IntakeInbox, ExecutorInbox), [each.role for each in parts])
+    return replay_part(journal, part, (IntakeInbox, ExecutorInbox, SchedulerInbox), [each.role for each in parts])
 
 
 class _About(msgspec.Struct):

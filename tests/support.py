@@ -13,8 +13,8 @@ from cuelight.actors.executor.stub import StubDevice, hashed_token
 from cuelight.actors.scheduler.actor import Limits, Neighbours, Scheduler
 from cuelight.kernel import Actor, Timer
 from cuelight.messages import detokenizer, intake, observer
-from cuelight.messages.request import FinishReason, RequestId, Sampling
-from cuelight.messages.scheduler import Abort, Admit, StopMatched
+from cuelight.messages.request import FinishReason, RequestId, Sampling, Service
+from cuelight.messages.scheduler import Abort, Admit, SetPolicy, StopMatched
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -48,6 +48,14 @@ class VirtualClock:
         raise NotImplementedError("no test needs timers on this clock")
 
 
+class StageTimer:
+    def __init__(self, at: float, fire: Callable[[], None]) -> None:
+        self.at, self.fire = at, fire
+
+    def cancel(self) -> None:
+        self.fire = lambda: None
+
+
 class Stage:
     """Delivers messages one at a time: the next mailbox is drawn from the seed, each mailbox is in order."""
 
@@ -55,16 +63,29 @@ class Stage:
         self.chance = random.Random(seed)
         self.clock = VirtualClock()
         self._queues: dict[str, deque[Callable[[], None]]] = {}
+        self._timers: list[StageTimer] = []
 
     def post(self, queue: str, delivery: Callable[[], None]) -> None:
         self._queues.setdefault(queue, deque()).append(delivery)
 
+    def after(self, seconds: float, fire: Callable[[], None]) -> Timer:
+        timer = StageTimer(self.clock.seconds + seconds, fire)
+        self._timers.append(timer)
+        return timer
+
     def step(self) -> bool:
-        """Deliver one message; False when there is none."""
+        """Deliver one message, or let time pass to the next timer; False when there is neither."""
         busy = [name for name, queue in self._queues.items() if queue]
         if not busy:
-            return False
+            if not self._timers:
+                return False
+            self.clock.seconds = max(self.clock.seconds, min(timer.at for timer in self._timers))
         self.clock.seconds += 0.001
+        for timer in [timer for timer in self._timers if timer.at <= self.clock.seconds]:
+            self._timers.remove(timer)
+            timer.fire()
+        if not busy:
+            return True
         self._queues[self.chance.choice(busy)].popleft()()
         return True
 
@@ -90,6 +111,9 @@ class StageContext(Generic[M]):
     def __init__(self, stage: Stage, ref: StageAddress[M]) -> None:
         self._stage = stage
         self.ref, self.clock, self.chance = ref, stage.clock, stage.chance
+
+    def after(self, seconds: float, message: M) -> Timer:
+        return self._stage.after(seconds, lambda: self.ref.tell(message))
 
     def worker(self, name: str) -> StageWorker[M]:
         return StageWorker(self._stage, f"{self.ref.name} {name}", self.ref)
@@ -138,6 +162,8 @@ class Core:
         steps_in_flight: int = 2,
         watermark: float = 0.0,
         eos: frozenset[int] = frozenset(),
+        policy: SetPolicy = SetPolicy("fcfs"),  # noqa: B008  # frozen
+        long_prefill_tokens: int = 2**63,
     ) -> None:
         self.stage = Stage(seed)
         self.device = device
@@ -153,15 +179,25 @@ class Core:
         )
         self.scheduler.actor = Scheduler(
             StageContext(self.stage, self.scheduler),
-            Limits(token_budget, running_max, steps_in_flight),
+            Limits(token_budget, running_max, steps_in_flight, long_prefill_tokens),
             eos,
             Neighbours(self.cache, self.executor, self.detokenizer, self.intake, self.observer),
+            policy,
         )
         self.executor.actor.started()
 
-    def admit(self, request_id: int, prompt: Sequence[int], sampling: Sampling, token_limit: int = 10_000) -> None:
+    def admit(
+        self,
+        request_id: int,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        token_limit: int = 10_000,
+        service: Service = Service(),  # noqa: B008  # frozen
+    ) -> None:
         capacity = (self.device.block_count - 1) * self.device.block_size
-        self.scheduler.tell(Admit(RequestId(request_id), tuple(prompt), sampling, min(token_limit, capacity)))
+        limit = min(token_limit, capacity)
+        now = self.stage.clock.now()
+        self.scheduler.tell(Admit(RequestId(request_id), tuple(prompt), sampling, limit, service, now))
 
     def abort(self, request_id: int) -> None:
         self.scheduler.tell(Abort(RequestId(request_id)))

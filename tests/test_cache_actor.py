@@ -163,7 +163,7 @@ def test_a_reset_forgets_tables_and_prefixes_but_not_past_evictions() -> None:
     assert len(stage.observer.heard) == 6
     stage.cache.handle(Release((Filled(RequestId(2), 8, ()),)))
     granted = stage.reserve(admissions=(admission(1, 9), admission(2, 9)))
-    assert granted == Granted((Grant(RequestId(1), (1, 2, 3, 4, 5), 0, 10),), (RequestId(2),))
+    assert granted == Granted((Grant(RequestId(1), (1, 2, 3, 4, 5), 0, 10),), (), (RequestId(2),))
 
 
 def test_a_growth_without_a_table_is_our_bug() -> None:

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import pytest
-from support import Recorder
+from support import Recorder, VirtualClock
 
 from cuelight.actors.intake.actor import INLINE_CHARS_MAX, Intake, IntakeInbox, Limits
 from cuelight.actors.intake.refusal import Refused
 from cuelight.kernel import Context
 from cuelight.messages.client import Accepted, Rejected
 from cuelight.messages.detokenizer import Open, RequestEnded
-from cuelight.messages.intake import Cancel, Finished, Opened, Serving, Submit
+from cuelight.messages.intake import Cancel, Finished, Opened, Serving, SetTenants, Submit
 from cuelight.messages.observer import Ready
-from cuelight.messages.request import Conversation, FinishReason, Prompt, Refusal, RequestId, Sampling, Turn, Usage
+from cuelight.messages.request import (
+    Conversation,
+    FinishReason,
+    Prompt,
+    Refusal,
+    RequestId,
+    Sampling,
+    Service,
+    Turn,
+    Usage,
+)
 from cuelight.messages.scheduler import Abort, Admit
 
 LIMITS = Limits(vocab_size=128, context_length=1000, queue_limit=3)
@@ -74,6 +84,7 @@ class Surroundings:
     def __init__(self, seed: int = 1) -> None:
         self.ref = Recorder[object]()
         self.chance = random.Random(seed)
+        self.clock = VirtualClock()
         self.tokenizing = Worker(self.ref.tell)
 
     def worker(self, name: str) -> Worker:
@@ -95,9 +106,15 @@ class Stage:
             self.actor.handle(Serving(token_capacity))
             self.observer.take()
 
-    def submit(self, request_id: int, prompt: Prompt = "hi", sampling: Sampling | None = None) -> Recorder[object]:
+    def submit(
+        self,
+        request_id: int,
+        prompt: Prompt = "hi",
+        sampling: Sampling | None = None,
+        service: Service = Service(),  # noqa: B008  # frozen
+    ) -> Recorder[object]:
         client = Recorder[object]()
-        self.actor.handle(Submit(RequestId(request_id), prompt, sampling or Sampling(seed=5), client))
+        self.actor.handle(Submit(RequestId(request_id), prompt, sampling or Sampling(seed=5), client, service))
         return client
 
     def opened(self, request_id: int) -> None:
@@ -133,7 +150,9 @@ def test_a_request_is_accepted_then_opened_then_admitted(stage: Stage) -> None:
     assert stage.detokenizer.take() == [opening]
     assert stage.scheduler.take() == [], "no token can come before the stream is open"
     stage.opened(1)
-    assert stage.scheduler.take() == [Admit(RequestId(1), (104, 101, 121), sampling, token_limit=500)]
+    assert stage.scheduler.take() == [
+        Admit(RequestId(1), (104, 101, 121), sampling, token_limit=500, service=Service(), submitted_at=0.0)
+    ]
     assert stage.detokenizer.take() == client.take() == []
 
 
@@ -170,6 +189,57 @@ def test_the_queue_limit_counts_every_live_request(stage: Stage) -> None:
     assert refusal_of(stage.submit(4)) is Refusal.QUEUE_FULL
     stage.finish(3)
     assert stage.submit(5).take() == [Accepted(RequestId(5), 2)]
+
+
+def retry_after(stage: Stage, request_id: int) -> float | None:
+    (rejected,) = stage.submit(request_id).take()
+    assert isinstance(rejected, Rejected) and rejected.refusal is Refusal.QUEUE_FULL
+    return rejected.retry_after_seconds
+
+
+def test_a_full_queue_says_when_to_come_back_once_anybody_can_tell(stage: Stage) -> None:
+    """A request has been leaving every two seconds, so there is room for one more in two."""
+    for request_id in range(3):
+        stage.submit(request_id)
+        stage.opened(request_id)
+    assert retry_after(stage, 100) is None
+    for request_id in range(5):
+        stage.surroundings.clock.seconds += 2.0
+        stage.finish(request_id)
+        stage.submit(request_id + 3)
+        stage.opened(request_id + 3)
+        assert retry_after(stage, 101 + request_id) == (pytest.approx(2.0) if request_id else None)
+
+
+def test_while_the_engine_starts_nobody_can_tell_when_to_come_back() -> None:
+    assert retry_after(Stage(token_capacity=0), 1) is None
+
+
+def test_service_is_checked_and_goes_on_to_the_scheduler_with_the_moment_of_submission(stage: Stage) -> None:
+    stage.surroundings.clock.seconds = 7.0
+    service = Service("a", 3, 1.5, 20.0)
+    stage.submit(1, LONG, service=service)
+    stage.surroundings.clock.seconds = 9.0
+    stage.tokenize()
+    stage.opened(1)
+    (admit,) = stage.scheduler.take()
+    assert isinstance(admit, Admit)
+    assert (admit.service, admit.submitted_at) == (service, 7.0), "tokenizing counts against a deadline"
+    assert refusal_of(stage.submit(2, service=Service(deadline_seconds=-1.0))) is Refusal.BAD_SERVICE
+    assert refusal_of(stage.submit(2, service=Service(priority=True))) is Refusal.WRONG_TYPE
+
+
+def test_tenants_may_change_while_requests_of_theirs_are_live() -> None:
+    stage = Stage(limits=replace(LIMITS, tenants=("a", "b")))
+    assert refusal_of(stage.submit(1)) is Refusal.UNKNOWN_TENANT
+    stage.submit(2, LONG, service=Service("b"))
+    stage.actor.handle(SetTenants(("a",)))
+    assert refusal_of(stage.submit(3, service=Service("b"))) is Refusal.UNKNOWN_TENANT
+    stage.tokenize()
+    stage.opened(2)
+    assert len(stage.scheduler.take()) == 1, "nobody who was accepted is dropped"
+    stage.actor.handle(SetTenants(None))
+    assert stage.submit(4, service=Service("anybody")).take() == [Accepted(RequestId(4), 2)]
 
 
 def test_refused_requests_do_not_count(stage: Stage) -> None:

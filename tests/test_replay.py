@@ -713,9 +713,9 @@ def test_a_scheduler_that_plans_otherwise_differs_at_the_message_it_planned_at(
     preempting = []
     preempt = Scheduler._preempt
 
-    def remember(self: Scheduler, request: Tracked) -> None:
+    def remember(self: Scheduler, request: Tracked, why: str) -> None:
         preempting.append(request.request_id)
-        preempt(self, request)
+        preempt(self, request, why)
         if len(preempting) == 3:
             request.preemptions += 1
 

@@ -150,6 +150,23 @@ def test_prefill_is_in_arrival_order() -> None:
     assert first_seen == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_rule_9_nobody_is_admitted_over_the_head_of_the_queue(seed: int) -> None:
+    """The second does not fit beside the first; the third, which would, waits behind it."""
+    device = WatchedDevice(1 + 12, 4)
+    core = Core(seed, device=device)
+    core.admit(0, [1] * 20, Sampling(max_tokens=8))
+    core.admit(1, [2] * 30, Sampling(max_tokens=2))
+    core.admit(2, [3] * 4, Sampling(max_tokens=2))
+    core.run()
+    first_step = [min(s.step for s in device.seen if any(c.request_id == i for c in s.chunks)) for i in range(3)]
+    last_step_of_the_first = max(s.step for s in device.seen if any(c.request_id == 0 for c in s.chunks))
+    assert last_step_of_the_first < first_step[1] <= first_step[2]
+    for request_id, (length, max_tokens) in enumerate(((20, 8), (30, 2), (4, 2))):
+        expected = expected_output([request_id + 1] * length, Sampling(max_tokens=max_tokens))[0]
+        assert core.outputs()[request_id] == expected
+
+
 def test_rule_34_the_newest_is_preempted_first_and_keeps_its_tokens() -> None:
     core = Core(0, device=StubDevice(1 + 12, 4), token_budget=64, running_max=4)
     for request_id in range(3):

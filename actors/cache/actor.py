@@ -47,6 +47,7 @@ class CacheManager(Actor[CacheMessage]):
             self._tables.fill(filled)
         grants: list[scheduler.Grant] = []
         refused: list[RequestId] = []
+        deferred: list[RequestId] = []
         for growth in message.growths:
             grant = self._tables.grow(growth)
             if grant is None:
@@ -54,16 +55,25 @@ class CacheManager(Actor[CacheMessage]):
             else:
                 grants.append(grant)
         if not refused:  # a round that must preempt lets nobody in (rule 2)
-            self._admit(message, grants, refused)
+            self._admit(message, grants, refused, deferred)
         if refused:
             _log.debug("blocks refused", request_ids=refused, blocks_free=self._tables.pool.free_count)
-        message.reply_to.tell(scheduler.Granted(tuple(grants), tuple(refused)))
+        message.reply_to.tell(scheduler.Granted(tuple(grants), tuple(refused), tuple(deferred)))
 
-    def _admit(self, message: Reserve, grants: list[scheduler.Grant], refused: list[RequestId]) -> None:
+    def _admit(
+        self,
+        message: Reserve,
+        grants: list[scheduler.Grant],
+        refused: list[RequestId],
+        deferred: list[RequestId],
+    ) -> None:
         budget = message.token_budget
         for admission in message.admissions:
             if budget <= 0:
                 return
+            if self._tables.is_being_computed(admission):
+                deferred.append(admission.request_id)
+                continue
             grant = self._tables.admit(admission)
             if grant is None:
                 refused.append(admission.request_id)

@@ -42,8 +42,22 @@ class Tables:
         self._block_size = block_size
         self._watermark_blocks = math.ceil(watermark_fraction * pool.total)
         self._tables: dict[RequestId, _Table] = {}
+        # Blocks of known tokens that running requests have yet to compute, by digest, and who does.
+        self._promised: dict[bytes, RequestId] = {}
         # Chains of refused admissions, oldest first: a retry does not hash its prompt again.
         self._refused: dict[RequestId, Chain] = {}
+
+    def is_being_computed(self, admission: Admission) -> bool:
+        """Whether the first block that this request would have to compute is one that a running request computes now.
+
+        Then it had better wait: computing the same block itself, beside the other one, would take both longer.
+        """
+        if not self._promised:
+            return False
+        chain = self._chain(admission.request_id, admission.token_ids)
+        self._remember(admission.request_id, chain)
+        next_block = len(self._find_prefix(chain))
+        return next_block < self._shareable(chain) and chain.digest(next_block) in self._promised
 
     def admit(self, admission: Admission) -> Grant | None:
         """Hold blocks for all tokens, cached ones first; None if they do not all fit, and then nothing has changed.
@@ -59,13 +73,15 @@ class Tables:
         # A hit that nobody holds is one of the free blocks, and is not free any more once taken.
         needed = new_count + sum(not self.pool.is_held(block) for block in hits)
         if needed + (self._watermark_blocks if self._tables else 0) > self.pool.free_count:
-            self._remember_refused(request_id, chain)
+            self._remember(request_id, chain)
             return None
         # The hits first: taking new blocks could evict them.
         self.pool.touch(hits)
         blocks = hits + self.pool.take(new_count)
         cached_tokens = len(hits) * self._block_size
         self._tables[request_id] = _Table(chain, blocks, cached_tokens, len(hits))
+        for i in range(len(hits), len(chain) // self._block_size):
+            self._promised.setdefault(chain.digest(i), request_id)
         return Grant(request_id, tuple(blocks), cached_tokens, len(blocks) * self._block_size)
 
     def grow(self, growth: Growth) -> Grant | None:
@@ -92,6 +108,8 @@ class Tables:
         if table is None:
             return
         self._fill(table, filled)
+        for i in range(table.full_blocks, len(table.chain) // self._block_size):
+            self._keep_promise(filled.request_id, table.chain.digest(i))
         # Where this table's block was a duplicate and the first one is gone by now, this one takes its place.
         self._index(table, 0)
         self.pool.give_back(reversed(table.blocks))
@@ -109,6 +127,10 @@ class Tables:
                     assert not self.pool.is_indexed(block), f"block {block} is indexed and not full"
                 elif self.pool.is_indexed(block):
                     assert self.pool.find(table.chain.digest(i)) == block, f"block {block} has a wrong digest"
+        for digest, request_id in self._promised.items():
+            table = self._tables[request_id]
+            blocks = range(table.full_blocks, len(table.chain) // self._block_size)
+            assert digest in {table.chain.digest(i) for i in blocks}, f"{request_id} promised what it has or never will"
         assert len(self._refused) <= REFUSED_CHAINS_MAX, "too many refused chains are kept"
         assert not self._refused.keys() & self._tables.keys(), "an admitted request is kept as refused"
 
@@ -121,7 +143,14 @@ class Tables:
         table.computed_tokens = computed
         if computed // self._block_size > table.full_blocks:
             first, table.full_blocks = table.full_blocks, computed // self._block_size
+            for i in range(first, table.full_blocks):
+                self._keep_promise(request_id, table.chain.digest(i))
             self._index(table, first)
+
+    def _keep_promise(self, request_id: RequestId, digest: bytes) -> None:
+        """The block is computed, or will not be by this request."""
+        if self._promised.get(digest) == request_id:
+            del self._promised[digest]
 
     def _index(self, table: _Table, first: int) -> None:
         for i in range(first, table.full_blocks):
@@ -133,19 +162,23 @@ class Tables:
         # A preempted request may have gained tokens since it was refused.
         return kept if kept is not None and kept.spells(token_ids) else Chain(token_ids, self._block_size)
 
-    def _remember_refused(self, request_id: RequestId, chain: Chain) -> None:
+    def _remember(self, request_id: RequestId, chain: Chain) -> None:
         self._refused[request_id] = chain
         if len(self._refused) > REFUSED_CHAINS_MAX:
             del self._refused[next(iter(self._refused))]
 
     def _find_prefix(self, chain: Chain) -> list[int]:
         hits: list[int] = []
-        for i in range((len(chain) - 1) // self._block_size):
+        for i in range(self._shareable(chain)):
             block = self.pool.find(chain.digest(i))
             if block is None:
                 break
             hits.append(block)
         return hits
+
+    def _shareable(self, chain: Chain) -> int:
+        """Leading blocks that need not be computed if someone else has; one token at least is left over (rule 22)."""
+        return (len(chain) - 1) // self._block_size
 
     def _blocks_for(self, token_count: int) -> int:
         return -(-token_count // self._block_size)

@@ -13,16 +13,18 @@ from typing import Final, Protocol, TypeAlias, assert_never
 
 import msgspec
 
+from cuelight.actors.intake.departures import DepartureRate
 from cuelight.actors.intake.prompts import check_token_ids, parse_prompt, text_length
 from cuelight.actors.intake.refusal import Refused
+from cuelight.actors.intake.service import check_service
 from cuelight.actors.intake.validation import check_sampling
 from cuelight.kernel import Actor, Context, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.client import Accepted, ClientMessage, Rejected
 from cuelight.messages.detokenizer import Open, RequestEnded
-from cuelight.messages.intake import Cancel, Finished, IntakeMessage, Opened, Serving, Submit
+from cuelight.messages.intake import Cancel, Finished, IntakeMessage, Opened, Serving, SetTenants, Submit
 from cuelight.messages.observer import Ready
-from cuelight.messages.request import FinishReason, Prompt, Refusal, RequestId, Sampling, Usage
+from cuelight.messages.request import FinishReason, Prompt, Refusal, RequestId, Sampling, Service, Usage
 from cuelight.messages.scheduler import Abort, Admit
 
 INLINE_CHARS_MAX: Final = 400
@@ -41,11 +43,15 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """`context_length` counts tokens, prompt and output together; `queue_limit` counts live requests."""
+    """`context_length` counts tokens, prompt and output together; `queue_limit` counts live requests.
+
+    `tenants` are those whose requests are accepted; None is any.
+    """
 
     vocab_size: int
     context_length: int
     queue_limit: int
+    tenants: tuple[str, ...] | None = None
 
 
 class _Encoded(msgspec.Struct, frozen=True, tag=True):
@@ -78,6 +84,8 @@ class _Live:
 
     client: Address[ClientMessage]
     sampling: Sampling
+    service: Service
+    submitted_at: float
     stage: _Stage = _Stage.ENCODING
     token_ids: tuple[int, ...] = ()
     cancelled: bool = False
@@ -96,6 +104,9 @@ class Intake(Actor[IntakeInbox]):
         observer: Address[Ready],
     ) -> None:
         self._self = context.ref
+        self._clock = context.clock
+        self._tenants = limits.tenants
+        self._leaving = DepartureRate()
         self._chance = context.chance
         self._tokenizing = context.worker("tokenize")
         self._encoder = encoder
@@ -118,7 +129,10 @@ class Intake(Actor[IntakeInbox]):
                 self._refuse(request_id, Refused(refusal, reason))
             case Opened(request_id):
                 self._opened(request_id)
+            case SetTenants(names):
+                self._tenants = names
             case Finished(request_ids):
+                self._leaving.note(len(request_ids), self._clock.now())
                 for request_id in request_ids:
                     live = self._ledger.pop(request_id, None)
                     assert live is not None and live.stage is _Stage.ADMITTED, f"{request_id} finished unadmitted"
@@ -141,10 +155,11 @@ class Intake(Actor[IntakeInbox]):
                 self._check_length(len(submit.prompt))  # before millions of ids are looked at one by one
             prompt = parse_prompt(submit.prompt)
             sampling = check_sampling(submit.sampling, self._limits.vocab_size)
+            service = check_service(submit.service, self._tenants)
         except Refused as refused:
             _reject(submit.reply_to, request_id, refused)
             return
-        self._ledger[request_id] = _Live(submit.reply_to, sampling)
+        self._ledger[request_id] = _Live(submit.reply_to, sampling, service, self._clock.now())
         self._encode(request_id, prompt)
 
     def _check_room(self) -> None:
@@ -152,7 +167,8 @@ class Intake(Actor[IntakeInbox]):
             raise Refused(Refusal.QUEUE_FULL, "the engine is still starting")
         if len(self._ledger) >= self._limits.queue_limit:
             reason = f"{len(self._ledger)} requests are live, and the queue limit is {self._limits.queue_limit}"
-            raise Refused(Refusal.QUEUE_FULL, reason)
+            excess = len(self._ledger) - self._limits.queue_limit + 1
+            raise Refused(Refusal.QUEUE_FULL, reason, self._leaving.seconds_for(excess))
 
     def _encode(self, request_id: RequestId, prompt: Prompt) -> None:
         work: Callable[[], tuple[int, ...]] = partial(self._encoder.encode, prompt, self._token_limit)
@@ -208,7 +224,16 @@ class Intake(Actor[IntakeInbox]):
             return
         live.stage = _Stage.ADMITTED
         # Streams never wait for tokens that the detokenizer does not expect: it has opened this one.
-        self._scheduler.tell(Admit(request_id, live.token_ids, self._settled(live.sampling), self._token_limit))
+        self._scheduler.tell(
+            Admit(
+                request_id,
+                live.token_ids,
+                self._settled(live.sampling),
+                self._token_limit,
+                live.service,
+                live.submitted_at,
+            )
+        )
         live.token_ids = ()  # the scheduler's from here on
 
     def _settled(self, sampling: Sampling) -> Sampling:
@@ -244,4 +269,4 @@ def _encode_failed(request_id: RequestId, error: Exception) -> _EncodeFailed:
 
 def _reject(client: Address[ClientMessage], request_id: RequestId, refused: Refused) -> None:
     _log.debug("rejected", request_id=request_id, refusal=refused.refusal.value, reason=refused.reason)
-    client.tell(Rejected(request_id, refused.refusal, refused.reason))
+    client.tell(Rejected(request_id, refused.refusal, refused.reason, refused.retry_after_seconds))

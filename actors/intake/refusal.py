@@ -9,12 +9,13 @@ from cuelight.messages.request import Refusal
 
 
 class Refused(Exception):
-    """This request cannot be served; `reason` is a sentence for whoever sent it."""
+    """This request cannot be served; `reason` is a sentence for whoever sent it, who may try again after a while."""
 
-    def __init__(self, refusal: Refusal, reason: str) -> None:
+    def __init__(self, refusal: Refusal, reason: str, retry_after_seconds: float | None = None) -> None:
         super().__init__(reason)
         self.refusal = refusal
         self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
 
 
 class UnknownOption(Exception):

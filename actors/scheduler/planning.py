@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.messages.request import FinishReason
 
+Planned: TypeAlias = tuple[Tracked, int, int]
+"""So many tokens of one request in one step, and the request's incarnation when it was planned.
 
-class Planned(NamedTuple):
-    """`token_count` tokens of one request in one step; `incarnation` is the request's when it was planned."""
-
-    request: Tracked
-    token_count: int
-    incarnation: int
+A bare tuple: one is made for each request in each step, and a named one costs a multiple.
+"""
 
 
-def plan_step(running: Iterable[Tracked], token_budget: int) -> list[tuple[Tracked, int]]:
-    """Every decode first, then prefill chunks in arrival order, `token_budget` tokens in all.
+def plan_step(
+    running: Iterable[Tracked], token_budget: int, long_prefill_tokens: int, *, others_wait: bool
+) -> list[tuple[Tracked, int]]:
+    """Every decode first, then prefill chunks in order of service, `token_budget` tokens in all.
+
+    While others could use the budget, of the running ones or (`others_wait`) of those that wait, a chunk has at most
+    `long_prefill_tokens`, or an even share where that is more (rule 4); what the running ones leave is then given out
+    in order.
 
     A request that was part of a failed step runs alone until it has sampled a token, so that a second failure can be
     laid at its door. A request that gets no tokens is passed over; those behind it still get theirs (rule 3).
@@ -34,23 +38,48 @@ def plan_step(running: Iterable[Tracked], token_budget: int) -> list[tuple[Track
         elif need > 1:
             prefills.append((request, need))
     plan = decodes[:token_budget]
-    budget = token_budget - len(plan)
-    for request, need in prefills:
-        if budget == 0:
-            break
-        plan.append((request, min(need, budget)))
-        budget -= plan[-1][1]
-    assert sum(count for _, count in plan) <= token_budget, "a step stays within its budget"
+    plan += _chunks(prefills, token_budget - len(plan), long_prefill_tokens, others_wait)
+    assert sum([count for _, count in plan]) <= token_budget, "a step stays within its budget"
     return plan
+
+
+def _chunks(
+    prefills: list[tuple[Tracked, int]], budget: int, long_tokens: int, others_wait: bool
+) -> list[tuple[Tracked, int]]:
+    if budget <= 0 or not prefills:
+        return []
+    eligible = len(prefills) + others_wait
+    cap = max(long_tokens, budget // eligible) if eligible > 1 else budget
+    counts: list[int] = []
+    for _, need in prefills:
+        counts.append(min(need, cap, budget))
+        budget -= counts[-1]
+    if not others_wait:
+        for i, (_, need) in enumerate(prefills):
+            more = min(need - counts[i], budget)
+            counts[i] += more
+            budget -= more
+    return [(request, count) for (request, _), count in zip(prefills, counts, strict=True) if count]
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def stop_reason(request: Tracked, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
     """Whether the token just appended ends the request: end token, stop token, length, in this order (rule 46)."""
     sampling = request.sampling
-    if request.output_tokens >= sampling.min_tokens and (
-        (token_id in eos_token_ids and not sampling.ignore_eos) or token_id in sampling.stop_token_ids
-    ):
+    is_stop = (token_id in eos_token_ids and not sampling.ignore_eos) or token_id in sampling.stop_token_ids
+    if is_stop and request.output_tokens >= sampling.min_tokens:
         return FinishReason.STOP
-    if request.output_tokens >= request.output_limit:
+    if len(request.token_ids) >= request.token_limit:
         return FinishReason.LENGTH
     return None

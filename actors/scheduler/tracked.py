@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from cuelight.messages.cache import Admission, Filled
-from cuelight.messages.request import RequestId, Sampling
+from cuelight.messages.scheduler import Admit
 
 
 class Tracked:
@@ -27,32 +28,43 @@ class Tracked:
         "cached_tokens",
         "capacity",
         "computed",
+        "deadline",
         "in_batch",
         "incarnation",
+        "number",
         "output_limit",
         "pending",
         "preemptions",
+        "prefill_tokens",
         "prompt_tokens",
+        "queue_deadline",
         "queued_seconds",
         "request_id",
         "running",
         "sampling",
         "scheduled",
+        "service",
         "suspect",
         "token_ids",
+        "token_limit",
         "told",
     )
 
-    def __init__(
-        self, request_id: RequestId, token_ids: Sequence[int], sampling: Sampling, token_limit: int, arrived_at: float
-    ) -> None:
-        self.request_id = request_id
+    def __init__(self, number: int, admit: Admit) -> None:
+        """`number` is its place in the order of arrival."""
+        token_ids, sampling = admit.token_ids, admit.sampling
+        self.number = number
+        self.request_id = admit.request_id
+        self.service = admit.service
+        self.arrived_at = admit.submitted_at
+        self.queue_deadline = _after(self.arrived_at, admit.service.queue_seconds)
+        self.deadline = _after(self.arrived_at, admit.service.deadline_seconds)
         self.token_ids = list(token_ids)
         self.prompt_tokens = len(token_ids)
-        self.output_limit = min(sampling.max_tokens, token_limit - len(token_ids))
+        self.output_limit = min(sampling.max_tokens, admit.token_limit - len(token_ids))
+        self.token_limit = len(token_ids) + self.output_limit
         assert self.output_limit > 0, "intake admits only what can produce a token"
         self.sampling = sampling
-        self.arrived_at = arrived_at
         self.queued_seconds: float | None = None
         self.cached_tokens = 0
         self.preemptions = 0
@@ -69,6 +81,7 @@ class Tracked:
         self.computed = 0
         self.capacity = 0
         self.told = 0
+        self.prefill_tokens = 0
         self.block_ids: list[int] = []
 
     @property
@@ -82,9 +95,8 @@ class Tracked:
 
         Nothing is left once every token the request may produce is known or being sampled (rule 44).
         """
-        if self.output_tokens + self.pending >= self.output_limit:
-            return 0
-        return len(self.token_ids) + self.pending - self.scheduled
+        known = len(self.token_ids) + self.pending
+        return 0 if known >= self.token_limit else known - self.scheduled
 
     def admission(self) -> Admission:
         """The request for blocks for everything known so far; built once while nothing changes."""
@@ -96,7 +108,7 @@ class Tracked:
         """Blocks were granted: the first `cached_tokens` need no computing."""
         self.running = True
         self.scheduled = self.computed = cached_tokens
-        self.told = len(self.token_ids)
+        self.told = self.prefill_tokens = len(self.token_ids)
         self._admission = None
         if self.queued_seconds is None:
             self.queued_seconds = now - self.arrived_at
@@ -123,3 +135,7 @@ class Tracked:
         del self.token_ids[self.prompt_tokens + output_tokens :]
         # What the cache manager knows already it may keep: those tokens were computed, and its counts never fall.
         self.computed = min(self.computed, max(self.told, len(self.token_ids)))
+
+
+def _after(start: float, seconds: float | None) -> float:
+    return math.inf if seconds is None else start + seconds

@@ -10,8 +10,8 @@ from typing import TypeAlias, assert_never, assert_type
 
 import cuelight.testing
 from cuelight import Chat, Chunk, Engine, EngineError, EngineStats, Result, Stream, model_path
-from cuelight.config import EngineOptions, SamplingOptions
-from cuelight.errors import EngineUnavailable, QueueFull, RequestRejected
+from cuelight.config import EngineOptions, RequestOptions, SamplingOptions
+from cuelight.errors import DeadlineExceeded, EngineUnavailable, QueueFull, RequestFailed, RequestRejected
 from cuelight.kernel import (
     Actor,
     Context,
@@ -37,6 +37,7 @@ from cuelight.kernel import (
 )
 from cuelight.messages.address import Address
 from cuelight.messages.request import FinishReason, Usage
+from cuelight.messages.scheduler import Explanation, Occurrence
 
 
 async def engine_api(engine: Engine) -> None:
@@ -49,6 +50,11 @@ async def engine_api(engine: Engine) -> None:
     assert_type(engine.stats().blocks_free, int)
     assert_type(engine.chat(system="brief", max_tokens=8), Chat)
     assert_type(cuelight.testing.stub_engine(queue_limit=3), Engine)
+    assert_type(engine.stream("text", tenant="a", priority=2, queue_seconds=1, deadline_seconds=None), Stream)
+    engine.set_policy("fair", tenant_weights={"a": 1, "b": 2.5})
+    explanation = await engine.explain(engine.stream("text").request_id, timeout_seconds=1)
+    assert_type(explanation, Explanation)
+    assert_type(explanation.timeline, tuple[Occurrence, ...])
 
 
 async def wrong_engine_options(engine: Engine) -> None:
@@ -56,6 +62,8 @@ async def wrong_engine_options(engine: Engine) -> None:
     Engine("name", budget=1)  # type: ignore[call-arg]  # no such option
     engine.stream("text", max_tokens="3")  # type: ignore[arg-type]  # a number
     engine.stream("text", max_token=3)  # type: ignore[call-arg]  # no such option
+    engine.stream("text", priority="high")  # type: ignore[arg-type]  # a number
+    engine.set_policy(aging_seconds=1.0)  # type: ignore[call-arg]  # which?
     await engine.chat().say(3)  # type: ignore[arg-type, misc]  # text is asked, and a stream is no awaitable
 
 
@@ -90,17 +98,22 @@ async def chat_api(chat: Chat) -> None:
     assert_type(chat.messages, list[dict[str, str]])
 
 
-def options_by_name() -> tuple[EngineOptions, SamplingOptions]:
-    engine: EngineOptions = {"queue_limit": 3, "seed": None}
+def options_by_name() -> tuple[EngineOptions, SamplingOptions, RequestOptions]:
+    engine: EngineOptions = {"queue_limit": 3, "seed": None, "policy": "fair", "tenant_weights": {"a": 2}}
     sampling: SamplingOptions = {"stop": ("a",), "seed": 1}
-    return engine, sampling
+    request: RequestOptions = {"stop": "a", "tenant": "a", "deadline_seconds": 3.5}
+    return engine, sampling, request
 
 
 async def errors_api(engine: Engine) -> str:
     try:
         await engine.generate("text")
+    except DeadlineExceeded as late:
+        failed: RequestFailed = late
+        return str(failed)
     except QueueFull as refused:
         assert_type(refused, QueueFull)
+        assert_type(refused.retry_after_seconds, float | None)
         rejected: RequestRejected = refused
         value_error: ValueError = rejected
         return str(value_error)

@@ -1,0 +1,71 @@
+"""How a request may ask to be served: its tenant, priority and deadlines, their types and ranges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping
+from numbers import Integral, Real
+from typing import Final, Never
+
+import msgspec
+
+from cuelight.actors.intake.refusal import Refused, kind, number
+from cuelight.messages.request import Refusal, Service
+
+SERVICE_OPTIONS: Final = Service.__struct_fields__
+TENANT_CHARS_MAX: Final = 256
+PRIORITY_MAX: Final = 1_000_000
+
+_DEFAULTS: Final = msgspec.structs.asdict(Service())
+
+
+def parse_service(options: Mapping[str, object]) -> Service:
+    """Turn options by name, all of them `SERVICE_OPTIONS`, into a valid service. Raises `Refused`."""
+    fields = {**_DEFAULTS, **options}
+    tenant = fields["tenant"]
+    if not isinstance(tenant, str):
+        _wrong_type("tenant", "a name", tenant)
+    if len(tenant) > TENANT_CHARS_MAX:
+        _refuse(f"tenant has {len(tenant)} characters; there can be {TENANT_CHARS_MAX}")
+    try:
+        tenant.encode()
+    except UnicodeEncodeError:
+        _refuse(f"tenant {tenant!r} has a lone surrogate, which no encoding of text allows")
+    priority = fields["priority"]
+    if isinstance(priority, bool) or not isinstance(priority, Integral):
+        _wrong_type("priority", "an integer", priority)
+    level = int(priority)
+    if abs(level) > PRIORITY_MAX:
+        _refuse(f"priority is {number(level)}; it must be within {PRIORITY_MAX} of 0")
+    return Service(str(tenant), level, _seconds(fields, "queue_seconds"), _seconds(fields, "deadline_seconds"))
+
+
+def check_service(service: Service, tenants: Container[str] | None) -> Service:
+    """Return the same service in plain Python types. Raises `Refused`; `tenants` are those there are, None is any."""
+    service = parse_service(msgspec.structs.asdict(service))
+    if tenants is not None and service.tenant not in tenants:
+        raise Refused(Refusal.UNKNOWN_TENANT, f"there is no tenant {service.tenant!r}")
+    return service
+
+
+def _seconds(fields: Mapping[str, object], name: str) -> float | None:
+    value = fields[name]
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        _wrong_type(name, "a number of seconds or None", value)
+    try:
+        seconds = float(value)
+    except OverflowError:
+        seconds = math.inf
+    if not 0 < seconds < math.inf:
+        _refuse(f"{name} is {seconds}; a deadline must lie ahead")
+    return seconds
+
+
+def _refuse(reason: str) -> Never:
+    raise Refused(Refusal.BAD_SERVICE, reason)
+
+
+def _wrong_type(name: str, expected: str, value: object) -> Never:
+    raise Refused(Refusal.WRONG_TYPE, f"{name} must be {expected}, and it is {kind(value)}")

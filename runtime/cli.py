@@ -36,11 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cuelight", description="An LLM inference engine built as actors.")
+    parser = argparse.ArgumentParser(
+        prog="cuelight", allow_abbrev=False, description="An LLM inference engine built as actors."
+    )
     parser.add_argument("--version", action="version", version=f"cuelight {importlib.metadata.version('cuelight')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    chat = commands.add_parser("chat", help="talk to a model", description=_chat.__doc__)
+    chat = commands.add_parser("chat", allow_abbrev=False, help="talk to a model", description=_chat.__doc__)
     chat.add_argument("--model", default=DEFAULT_MODEL, help=MODEL_HELP)
     chat.add_argument("--system", help="what the model is told before the conversation")
     chat.add_argument("--max-tokens", type=int, default=512, help="length of an answer (default: %(default)s)")
@@ -49,21 +51,32 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("prompt", nargs="?", help="answer this once and exit")
     chat.set_defaults(run=_chat)
 
-    fetch = commands.add_parser("pull", help="fetch and prepare a model", description=_pull.__doc__)
+    fetch = commands.add_parser("pull", allow_abbrev=False, help="fetch and prepare a model", description=_pull.__doc__)
     fetch.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="NAME", help=MODEL_HELP)
     fetch.set_defaults(run=_pull)
 
-    again = commands.add_parser("replay", help="feed a journal to one actor again", description=_replay.__doc__)
+    again = commands.add_parser(
+        "replay", allow_abbrev=False, help="feed a journal to one actor again", description=_replay.__doc__
+    )
     again.add_argument("journal", metavar="FILE", help="what an engine with journal=FILE has recorded")
     again.add_argument("--actor", required=True, help="whose inbox: intake, scheduler, cache, executor or detokenizer")
     again.set_defaults(run=_replay)
 
-    trial = commands.add_parser("simulate", help="run the engine's cast from seeds", description=_simulate.__doc__)
-    trial.add_argument("--seeds", type=int, default=100, help="how many histories (default: %(default)s)")
+    trial = commands.add_parser(
+        "simulate", allow_abbrev=False, help="run the engine's cast from seeds", description=_simulate.__doc__
+    )
+    trial.add_argument("--seeds", type=_count, default=100, help="how many histories (default: %(default)s)")
     trial.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
-    trial.add_argument("--requests", type=int, default=12, help="requests in each (default: %(default)s)")
+    trial.add_argument("--requests", type=_count, default=12, help="requests in each (default: %(default)s)")
     trial.set_defaults(run=_simulate)
     return parser
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return count
 
 
 def _pull(arguments: argparse.Namespace) -> int:

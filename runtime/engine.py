@@ -317,7 +317,10 @@ class Engine:
         if not isinstance(request_id, int):
             raise errors.WrongType(f"request_id must be a number, and it is of type {type(request_id).__name__}")
         self._check_available()
-        return await ask(self._scheduler, partial(Explain, RequestId(request_id)), timeout_seconds)
+        told: Explanation = await ask(self._scheduler, partial(Explain, RequestId(request_id)), timeout_seconds)
+        if told.state == "unknown" and request_id in self._open:  # it has not come that far yet
+            return msgspec.structs.replace(told, state="waiting")
+        return told
 
     def _parse(self, prompt: object, options: RequestOptions) -> tuple[Prompt, Sampling, Service]:
         if self._unavailable is not None:
@@ -327,7 +330,7 @@ class Engine:
         try:
             return parse_prompt(prompt), parse_sampling(sampling), parse_service(service)
         except UnknownOption as unknown:
-            raise errors.UnknownField(str(unknown)) from None
+            raise errors.UnknownField(f"{unknown}, {', '.join(SERVICE_OPTIONS)}") from None
         except Refused as refused:
             raise REFUSALS[refused.refusal](refused.reason) from None
 
@@ -335,7 +338,10 @@ class Engine:
         if self._unavailable is not None:
             raise self._unavailable()
         if threading.get_ident() != self._thread_id:
-            raise errors.EngineUnavailable("requests are sent from the thread whose event loop runs the engine")
+            raise errors.EngineUnavailable(
+                "requests are sent from the thread whose event loop runs the engine; from others, "
+                "use asyncio.run_coroutine_threadsafe(engine.generate(...), loop)"
+            )
 
     def _submit(self, prompt: Prompt, sampling: Sampling, service: Service) -> Stream:
         self._check_available()

@@ -332,3 +332,11 @@ def test_chat_on_a_terminal() -> None:
     assert termios.tcgetattr(inside) == attributes
     os.close(inside)
     os.close(terminal)
+
+
+@pytest.mark.parametrize("option", [["--seeds", "0"], ["--requests", "-1"], ["--seed", "3"]])
+def test_a_simulation_of_nothing_is_no_success(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["simulate", *option])
+    assert refused.value.code == 2
+    assert "at least 1" in capsys.readouterr().err or option[0] == "--seed"

@@ -309,3 +309,10 @@ def test_before_the_executor_is_ready_nothing_is_given_up() -> None:
     finish(core)
     assert all(end.reason is FinishReason.LENGTH for end in core.ends().values())
     check(core)
+
+
+async def test_a_request_on_its_way_to_the_scheduler_waits() -> None:
+    async with stub_engine() as engine:
+        stream = engine.stream("hi", max_tokens=2)
+        assert (await engine.explain(stream.request_id)).state == "waiting"
+        await stream.result()

@@ -594,7 +594,7 @@ async def test_an_error_nobody_listens_to_is_logged(caplog: pytest.LogCaptureFix
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("cuelight.kernel", logging.ERROR)
     assert "actor_crashed" in record.getMessage()
-    assert "broken actor" in record.getMessage()
+    assert record.exc_info is not None and "broken actor" in str(record.exc_info[1])
 
 
 @on_each_loop
@@ -853,7 +853,7 @@ async def test_a_tap_that_raises_is_logged_once_and_left_out(caplog: pytest.LogC
     assert [type(event) for event in seen] == [Started, Delivered]
     (record,) = caplog.records
     assert "tap_failed" in record.getMessage()
-    assert "no ink" in record.getMessage()
+    assert record.exc_info is not None and "no ink" in str(record.exc_info[1])
 
 
 @on_each_loop
@@ -1390,6 +1390,43 @@ async def test_an_idle_actor_keeps_nothing_alive() -> None:
         await asyncio.sleep(0)
         gc.collect()
         assert not [note for note in alive if note() is not None]
+
+
+# Casts that cannot be.
+
+
+def test_a_part_is_told_what_it_should_have_been_given() -> None:
+    with pytest.raises(TypeError, match="fate of 'actor' must be a Fate, not InProcess"):
+        Part(role(), lambda _: Diary("actor", []), InProcess())  # type: ignore[arg-type]
+    for wrong in (InProcess, "thread"):
+        with pytest.raises(TypeError, match="'actor' can live InLoop"):
+            Part(role(), lambda _: Diary("actor", []), placement=wrong)  # type: ignore[arg-type]
+
+
+def test_a_role_accepts_classes_and_hurries_some_of_them() -> None:
+    for accepts in ((Note, Urgent), "Note"):
+        with pytest.raises(TypeError, match="must accept a class or a union"):
+            Role("odd", accepts, 1)  # type: ignore[arg-type]
+    for urgent in (Note, (Urgent,), [Note]):
+        with pytest.raises(TypeError, match="urgent must be a tuple of types that 'odd' accepts"):
+            Role("odd", Note, 1, urgent=urgent)  # type: ignore[arg-type]
+
+
+def test_a_handler_that_would_have_to_be_awaited_is_none() -> None:
+    with pytest.raises(TypeError, match=r"Waiter\.handle must be synchronous"):
+
+        class Waiter(Actor[Note]):
+            async def handle(self, message: Note) -> None:  # type: ignore[override]
+                pass
+
+
+@on_each_loop
+async def test_whoever_looks_for_a_stranger_is_told_who_there_is() -> None:
+    with pytest.raises(KeyError, match="there are none"):
+        System([part(role(), [])]).find(role())
+    async with System([part(role(), [])]) as system:
+        with pytest.raises(KeyError, match="no actor 'other' is in the cast that runs; there are actor"):
+            system.find(role("other"))
 
 
 # Logging.

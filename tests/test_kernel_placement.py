@@ -1105,7 +1105,7 @@ def test_an_actor_of_a_script_that_is_guarded(tmp_path: Path) -> None:
 def test_a_script_that_is_not_guarded_is_told_so(tmp_path: Path) -> None:
     done = outcome(program(tmp_path, "script.py", ACTORS, "asyncio.run(show('hello'))\n"), cwd=tmp_path)
     assert done.returncode == 1
-    assert "the main module starts a system while a child imports it: guard that with __name__" in done.stderr
+    assert "which starts a system: guard it: if __name__ ==" in done.stderr
     assert done.stdout == ""
 
 

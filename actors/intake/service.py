@@ -44,7 +44,7 @@ def check_service(service: Service, tenants: Container[str] | None) -> Service:
     """Return the same service in plain Python types. Raises `Refused`; `tenants` are those there are, None is any."""
     service = parse_service(msgspec.structs.asdict(service))
     if tenants is not None and service.tenant not in tenants:
-        raise Refused(Refusal.UNKNOWN_TENANT, f"there is no tenant {service.tenant!r}")
+        raise Refused(Refusal.UNKNOWN_TENANT, f"{service.tenant!r} is no tenant here; say which with tenant=...")
     return service
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from abc import ABC, abstractmethod
 from typing import Generic, Never, Protocol, TypeVar
@@ -20,6 +21,10 @@ class Actor(ABC, Generic[M_contra]):
 
     Its life begins in its constructor and ends when it is stopped or when it raises anything: then it has crashed.
     """
+
+    def __init_subclass__(cls) -> None:
+        if inspect.iscoroutinefunction(cls.handle):
+            raise TypeError(f"{cls.__name__}.handle must be synchronous: what must be waited for is a later message")
 
     def started(self) -> None:
         """Called once, before the first message."""

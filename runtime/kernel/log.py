@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Final, Protocol, cast
 
 import structlog
+from structlog.typing import EventDict
 
 # Not from `logging.getLevelName`: hosts give the levels other names, such as coloured ones.
 _METHODS: Final = {
@@ -38,6 +39,15 @@ class Logger(Protocol):
         """For what is broken."""
 
 
+_text = structlog.processors.KeyValueRenderer(key_order=["event"])
+
+
+def _render(logger: object, method: str, event: EventDict) -> tuple[tuple[str], dict[str, object]]:
+    """The event as one line; a traceback stays one, for the standard library to lay out."""
+    trace = event.pop("exc_info", None)
+    return (_text(logger, method, event),), {} if trace is None else {"exc_info": trace}
+
+
 class _HostLogger:
     """Decides at each event where it goes, since hosts often configure logging after importing us."""
 
@@ -47,8 +57,7 @@ class _HostLogger:
             self._standard,
             processors=[
                 structlog.stdlib.filter_by_level,
-                structlog.processors.format_exc_info,
-                structlog.processors.KeyValueRenderer(key_order=["event"]),
+                _render,
             ],
             wrapper_class=structlog.stdlib.BoundLogger,
         )

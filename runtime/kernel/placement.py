@@ -56,7 +56,10 @@ def packer(system: System, seat: Seat) -> Packer:
     """Makes messages ready for this seat's actor. Raises NotSendable for a part that cannot live where it should."""
     engagement = _engagement(system, seat, seed=0)
     if isinstance(seat.part.placement, InProcess):
-        _pickled(engagement)
+        main = sys.modules["__main__"]
+        is_file = main.__spec__ is not None or Path(getattr(main, "__file__", None) or "<none>").exists()
+        if b"__main__" in _pickled(engagement) and not is_file:
+            raise NotSendable(f"{seat.name!r} was defined at a prompt; a process can only import what a file defines")
     return Packer(*_vocabulary(engagement), system.known, engagement.bytes_max)
 
 
@@ -271,7 +274,8 @@ def _pickled(engagement: Engagement) -> bytes:
         return pickle.dumps(engagement)
     except Exception as error:  # pickle lets through whatever the objects raise
         name = engagement.part.role.name
-        raise NotSendable(f"the part of {name!r} cannot be imported by another process: {error}") from error
+        reason = f"the part of {name!r} cannot be imported by another process: {error}"
+        raise NotSendable(f"{reason}; build must be a function at the top of a module, or a partial of one") from error
 
 
 def _launch_thread(
@@ -296,7 +300,9 @@ def _launch_process(
     """A fresh interpreter that inherits one socket, output and errors, no input; and a thread that awaits its end."""
     name = f"cuelight {engagement.part.role.name}"
     if elsewhere.preparing.is_set():
-        raise KernelError("the main module starts a system while a child imports it: guard that with __name__")
+        raise KernelError(
+            "a child imports this main module, which starts a system: guard it: if __name__ == '__main__':"
+        )
     payload = _pickled(engagement)
     # Importing the parent's main module runs its code again: only where the actor comes from there.
     preparation = pickle.dumps(_preparation(name, needs_main=b"__main__" in payload))

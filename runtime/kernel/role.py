@@ -28,6 +28,13 @@ class Role(Generic[M_contra]):
     capacity: int
     urgent: tuple[type, ...] = ()
 
+    def __post_init__(self) -> None:
+        types = self.message_types()
+        if not all(isinstance(kind, type) for kind in types):
+            raise TypeError(f"{self.name!r} must accept a class or a union of classes, not {self.accepts!r}")
+        if not isinstance(self.urgent, tuple) or not set(self.urgent) <= set(types):
+            raise TypeError(f"urgent must be a tuple of types that {self.name!r} accepts, not {self.urgent!r}")
+
     def message_types(self) -> tuple[type, ...]:
         """The members of the protocol, as classes: those of a generic one take messages of any of its types."""
         is_union = get_origin(self.accepts) in (UnionType, Union)
@@ -68,3 +75,11 @@ class Part(Generic[M_contra]):
     build: Callable[[Context[object]], Actor[M_contra]]
     fate: Fate = field(default_factory=Fate)
     placement: Placement = field(default_factory=InLoop)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fate, Fate):
+            raise TypeError(
+                f"the fate of {self.role.name!r} must be a Fate, not {self.fate!r}; others go by their names"
+            )
+        if not isinstance(self.placement, Placement):
+            raise TypeError(f"{self.role.name!r} can live InLoop(), OnThread() or InProcess(), not {self.placement!r}")

@@ -162,6 +162,8 @@ class Stage(ABC):
         return self._find_name(role.name)
 
     def _find_name(self, name: str) -> Ref[object]:
+        if name not in self._seats:
+            raise KeyError(f"no actor {name!r} is in the cast that runs; there are {', '.join(self._seats) or 'none'}")
         return self._seats[name].ref
 
     def watch(self, watcher: Seat, name: str) -> None:

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 B = TypeVar("B")
 T = TypeVar("T")
 
+CONTROL_MESSAGES_MAX = 32
+"""As many messages may wait for the scheduler, or for intake, when it is asked to explain or to change its policy."""
+
 log = get_logger("cuelight.engine")
 
 
@@ -300,10 +303,11 @@ class Engine:
     ) -> None:
         """Serve by another policy from now on, the requests that wait already too; nothing is dropped.
 
-        The options are those of the configuration. Raises ConfigError and EngineUnavailable.
+        The options are those of the configuration. Raises ConfigError, EngineUnavailable and EngineBusy.
         """
         check_policy(policy, aging_seconds, tenant_weights)
         self._check_available()
+        self._check_room()
         weights = tuple((tenant_weights or {}).items())
         self._intake.tell(SetTenants(None if tenant_weights is None else tuple(tenant_weights)))
         self._scheduler.tell(SetPolicy(policy, float(aging_seconds), weights))
@@ -312,11 +316,12 @@ class Engine:
         """A request's life: when it was admitted, preempted or ended, and what kept it waiting, with reasons.
 
         A stream's id is `stream.request_id`. Of requests that are over, the last 1,024 are remembered; one that was
-        never given out, or is forgotten, has the state "unknown". Raises WrongType and EngineUnavailable.
+        never given out, or is forgotten, has the state "unknown". Raises WrongType, EngineUnavailable and EngineBusy.
         """
         if not isinstance(request_id, int):
             raise errors.WrongType(f"request_id must be a number, and it is of type {type(request_id).__name__}")
         self._check_available()
+        self._check_room()
         told: Explanation = await ask(self._scheduler, partial(Explain, RequestId(request_id)), timeout_seconds)
         if told.state == "unknown" and request_id in self._open:  # it has not come that far yet
             return msgspec.structs.replace(told, state="waiting")
@@ -342,6 +347,13 @@ class Engine:
                 "requests are sent from the thread whose event loop runs the engine; from others, "
                 "use asyncio.run_coroutine_threadsafe(engine.generate(...), loop)"
             )
+
+    def _check_room(self) -> None:
+        """Questions and orders come on top of what the scheduler's mailbox is made for."""
+        assert self._system is not None
+        mailboxes = self._system.statistics()
+        if max(mailboxes[name].length for name in ("scheduler", "intake")) >= CONTROL_MESSAGES_MAX:
+            raise errors.EngineBusy("too many questions and orders wait for an answer already; try again")
 
     def _submit(self, prompt: Prompt, sampling: Sampling, service: Service) -> Stream:
         self._check_available()

@@ -9,6 +9,7 @@
   - RequestFailed         accepted, then ended by a failure that was not the client's choice
       DeadlineExceeded
   - EngineUnavailable     NotStarted · EngineClosed · EngineBroken
+  - EngineBusy            too many questions or orders at once, beside the requests
   - ChatBusy              a second `say` while the first still streams
 """
 
@@ -104,6 +105,10 @@ class EngineClosed(EngineUnavailable):
 
 class EngineBroken(EngineUnavailable):
     """An actor of the engine crashed; the cause is chained."""
+
+
+class EngineBusy(EngineError):
+    """More questions (`explain`) or orders (`set_policy`) at once than the engine takes. Try again in a moment."""
 
 
 class ChatBusy(EngineError):

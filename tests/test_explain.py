@@ -28,6 +28,7 @@ from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.messages.cache import Admission
 from cuelight.messages.request import FinishReason, RequestId, Sampling, Service
 from cuelight.messages.scheduler import Admit, Explanation, Grant
+from cuelight.testing import stub_engine
 
 PREFIX = list(range(500, 540))
 

@@ -1105,7 +1105,7 @@ def test_an_actor_of_a_script_that_is_guarded(tmp_path: Path) -> None:
 def test_a_script_that_is_not_guarded_is_told_so(tmp_path: Path) -> None:
     done = outcome(program(tmp_path, "script.py", ACTORS, "asyncio.run(show('hello'))\n"), cwd=tmp_path)
     assert done.returncode == 1
-    assert "which starts a system: guard it: if __name__ ==" in done.stderr
+    assert "which starts a system: guard it" in done.stderr
     assert done.stdout == ""
 
 
@@ -1130,7 +1130,7 @@ def test_a_program_on_the_command_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr, done.stdout.split()[::2]) == (0, "", ["a", "actors"])
     done = outcome("-c", textwrap.dedent(ACTORS + GUARDED), cwd=tmp_path)
     assert done.returncode == 1
-    assert "Can't get attribute 'Show' on <module '__main__'" in done.stderr
+    assert "'show' was defined at a prompt; a process can only import what a file defines" in done.stderr
 
 
 @contextmanager

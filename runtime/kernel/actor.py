@@ -22,7 +22,8 @@ class Actor(ABC, Generic[M_contra]):
     Its life begins in its constructor and ends when it is stopped or when it raises anything: then it has crashed.
     """
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
         if inspect.iscoroutinefunction(cls.handle):
             raise TypeError(f"{cls.__name__}.handle must be synchronous: what must be waited for is a later message")
 

@@ -51,6 +51,8 @@ def reachable(protocols: Iterable[object]) -> dict[Name, type]:
 
 def members(protocol: object) -> Iterator[tuple[type, object]]:
     """The classes that a protocol, a union or a single type, is made of, and how each is spelled there."""
+    while hasattr(protocol, "__supertype__"):  # a NewType is another name for a class
+        protocol = protocol.__supertype__
     if get_origin(protocol) in (UnionType, Union):
         for member in get_args(protocol):
             yield from members(member)

@@ -21,10 +21,9 @@ from multiprocessing import spawn
 from typing import Final
 
 from cuelight.kernel.actor import Actor
-from cuelight.kernel.codec import reachable
-from cuelight.kernel.errors import ActorCrashed
+from cuelight.kernel.codec import Name, reachable
+from cuelight.kernel.errors import ActorCrashed, NotSendable, shown
 from cuelight.kernel.events import Delivered, Event
-from cuelight.kernel.mailbox import OWN
 from cuelight.kernel.ref import Address, Ref
 from cuelight.kernel.role import InLoop, Part, Role
 from cuelight.kernel.stage import Seat
@@ -67,6 +66,22 @@ class Engagement:
     slow_handler_seconds: float
 
 
+def vocabulary(engagement: Engagement) -> tuple[dict[Name, type], set[str]]:
+    """The messages that may cross, and the actors known by name at the other end. Raises NotSendable."""
+    protocols = [engagement.part.role.accepts]
+    for role in engagement.cast:
+        with suppress(NotSendable):  # then nothing can be told to that one from elsewhere
+            reachable([role.accepts])
+            protocols.append(role.accepts)
+    return reachable(protocols), {role.name for role in engagement.cast}
+
+
+class _Afar(str):
+    """The sender of a message that was handed over, not one that was told here."""
+
+    __slots__ = ()
+
+
 class _Elsewhere(System):
     """A system of one, whose other actors are at the end of a wire."""
 
@@ -83,7 +98,7 @@ class _Elsewhere(System):
         self._begun = Begun(0, 0)
         self._far = {each.name: each for each in engagement.cast}
         self._far_refs: dict[str, Ref[object]] = {}
-        types = reachable(each.accepts for each in engagement.cast)
+        types, _ = vocabulary(engagement)
         packer = Packer(types, set(self._far), self._known, engagement.bytes_max, first_id=engagement.life << 32)
         self.wire = Wire(packer, self)
 
@@ -120,6 +135,11 @@ class _Elsewhere(System):
         """Reported where the system's opener sees it."""
         self.wire.send(Slow(message_type, seconds))
 
+    def _leave_cast(self, seat: Seat) -> None:
+        super()._leave_cast(seat)
+        if seat.name == self._name:  # it has dismissed itself
+            self._closing.set()
+
     def _report_crash(self, crash: ActorCrashed) -> None:
         if crash.actor != self._name:
             super()._report_crash(crash)
@@ -142,7 +162,7 @@ class _Elsewhere(System):
 
     def _count(self, event: Event) -> None:
         """A message that was handed over is begun, so there is room for another one."""
-        if not isinstance(event, Delivered) or event.actor != self._name or event.sender in (OWN, self._name):
+        if not isinstance(event, Delivered) or event.actor != self._name or not isinstance(event.sender, _Afar):
             return
         if self._begun == Begun(0, 0):
             asyncio.get_running_loop().call_soon(self._acknowledge)
@@ -163,10 +183,13 @@ class _Elsewhere(System):
         """What the other end says to the actor."""
         match frame:
             case Deliver(sender, name, body):
-                self._seats[self._name].mailbox.post(self.wire.decode(name, body), sender)
+                if (seat := self._seats.get(self._name)) is not None:  # it may have dismissed itself
+                    seat.mailbox.post(self.wire.decode(name, body), _Afar(sender))
             case Stop(drop):
                 self._drop = self._drop or drop
                 self._closing.set()
+                if drop and self._name in self._seats:
+                    self._seats[self._name].mailbox.close(drop=True)
             case _:
                 raise AssertionError(f"{type(frame).__name__} is not said to an actor")
 
@@ -197,7 +220,9 @@ class _Elsewhere(System):
             assert self._host is not None
             await asyncio.wait([self._host])
             self._acknowledge()
-            if self.failure is None:
+            if not self._host.cancelled() and (error := self._host.exception()) is not None:
+                self.wire.send(_last_words("", error))
+            elif self.failure is None:
                 self.wire.send(Stopped())
         self._on_lost = _nothing
         await self.wire.finish()
@@ -208,8 +233,11 @@ def _nothing() -> None:
 
 
 def _last_words(message_type: str, error: BaseException) -> Crashed:
-    trace = "".join(traceback.format_exception(error)).rstrip()
-    return Crashed(message_type, _sendable(repr(error)[:_WORDS_MAX]), _sendable(trace[-_WORDS_MAX:]))
+    try:
+        trace = "".join(traceback.format_exception(error)).rstrip()
+    except Exception:
+        trace = ""
+    return Crashed(message_type, shown(error)[:_WORDS_MAX], _sendable(trace[-_WORDS_MAX:]))
 
 
 def _sendable(text: str) -> str:

@@ -42,6 +42,14 @@ class ActorStopped(KernelError):
     """The actor has stopped for good and will never answer."""
 
 
+def shown(error: BaseException) -> str:
+    """Its repr, as text that can be sent and written; of one whose repr fails, its type."""
+    try:
+        return repr(error).encode("utf-8", "backslashreplace").decode()
+    except Exception:
+        return f"<{type(error).__qualname__}, which cannot be shown>"
+
+
 class ActorCrashed(KernelError):
     """An actor's constructor, hook or handler raised, or the process it lived in died.
 
@@ -49,7 +57,7 @@ class ActorCrashed(KernelError):
     """
 
     def __init__(self, actor: str, message_type: str, error: BaseException) -> None:
-        happened = f"crashed on {message_type}: {error!r}" if message_type else f"died: {error}"
+        happened = f"crashed on {message_type}: {shown(error)}" if message_type else f"died: {error}"
         super().__init__(f"actor {actor!r} {happened}")
         self.actor = actor
         self.message_type = message_type

@@ -171,6 +171,8 @@ class Journal:
         self._numbers.clear()
         if file is not None:
             with suppress(OSError):  # it is closed all the same
+                fcntl.flock(file, fcntl.LOCK_UN)  # a forked process may hold it open
+            with suppress(OSError):
                 os.close(file)
 
 

@@ -52,6 +52,7 @@ class Mailbox:
         "_urgent",
         "_waiter",
         "capacity",
+        "is_dropped",
         "name",
         "pack",
     )
@@ -80,6 +81,8 @@ class Mailbox:
             self._lanes[kind] = self._urgent
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
+        self.is_dropped = False
+        """It was closed, and what waited in it was forgotten."""
         self._peak = 0
         self._delivered = 0
         self._dropped = 0
@@ -161,6 +164,7 @@ class Mailbox:
     def close(self, *, drop: bool) -> None:
         """Accept nothing more; with `drop`, forget what is waiting too."""
         self._closed = True
+        self.is_dropped = self.is_dropped or drop
         if drop:
             self._dropped += len(self)
             self._urgent.clear()

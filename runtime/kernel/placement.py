@@ -13,13 +13,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
 
 from cuelight.kernel import elsewhere
-from cuelight.kernel.codec import Name, reachable
-from cuelight.kernel.elsewhere import Engagement
+from cuelight.kernel.codec import reachable
+from cuelight.kernel.elsewhere import Engagement, vocabulary
 from cuelight.kernel.errors import ActorCrashed, KernelError, NotSendable, RemoteError
 from cuelight.kernel.events import Delivered
 from cuelight.kernel.mailbox import Entry
@@ -58,14 +59,10 @@ def packer(system: System, seat: Seat) -> Packer:
     if isinstance(seat.part.placement, InProcess):
         main = sys.modules["__main__"]
         is_file = main.__spec__ is not None or Path(getattr(main, "__file__", None) or "<none>").exists()
-        if b"__main__" in _pickled(engagement) and not is_file:
+        if _needs_main(_pickled(engagement)) and not is_file:
             raise NotSendable(f"{seat.name!r} was defined at a prompt; a process can only import what a file defines")
-    return Packer(*_vocabulary(engagement), system.known, engagement.bytes_max)
-
-
-def _vocabulary(engagement: Engagement) -> tuple[dict[Name, type], set[str]]:
-    """The messages that may cross, and the actors known by name at the other end."""
-    return reachable(role.accepts for role in engagement.cast), {role.name for role in engagement.cast}
+    reachable(role.accepts for role in engagement.cast)
+    return Packer(*vocabulary(engagement), system.known, engagement.bytes_max)
 
 
 class Placed(Performer):
@@ -75,7 +72,7 @@ class Placed(Performer):
         self._system = system
         self._seat = seat
         self._engagement = _engagement(system, seat, seed)
-        types, packer.names = _vocabulary(self._engagement)  # others may have joined the cast
+        types, packer.names = vocabulary(self._engagement)  # others may have joined the cast
         packer.types.update(types)
         self._wire = Wire(packer, self)
         self._handed_over: tuple[deque[Entry], deque[Entry]] = (deque(), deque())
@@ -98,6 +95,8 @@ class Placed(Performer):
         except (OSError, RuntimeError, KernelError) as error:  # no descriptor, process or thread is to be had
             raise ActorCrashed(self._seat.name, "construction", error) from error
         try:
+            # Copies of the socket in processes forked from this one must not keep the other end waiting.
+            self._wire.hang_up = partial(_shut_down, near)
             await loop.create_unix_connection(lambda: self._wire, sock=near)
             self._wire.write(introduction)
             await self._ready
@@ -152,7 +151,7 @@ class Placed(Performer):
     def _stop(self) -> None:
         if not self._is_told_to_stop:
             self._is_told_to_stop = True
-            self._wire.send(Stop(drop=self._system.is_dropping))
+            self._wire.send(Stop(drop=self._system.is_dropping or self._seat.mailbox.is_dropped))
 
     def _settle(self) -> None:
         """What was handed over and never begun goes back after a crash in order; else nobody knows, and it is lost."""
@@ -183,6 +182,8 @@ class Placed(Performer):
                 self._fail(ActorCrashed(name, message_type, RemoteError(error, trace)))
             case Stopped():
                 self._is_expected = True
+                if not self._is_told_to_stop:  # it has dismissed itself
+                    self._seat.mailbox.close(drop=True)
             case Ready():
                 if not self._ready.done():
                     self._ready.set_result(None)
@@ -269,6 +270,10 @@ def _engagement(system: System, seat: Seat, seed: int) -> Engagement:
     return Engagement(seat.part, cast, seat.lives, seed, placement.message_bytes_max, system.slow_handler_seconds)
 
 
+def _needs_main(payload: bytes) -> bool:
+    return b"__main__" in payload or b"__mp_main__" in payload
+
+
 def _pickled(engagement: Engagement) -> bytes:
     try:
         return pickle.dumps(engagement)
@@ -305,12 +310,12 @@ def _launch_process(
         )
     payload = _pickled(engagement)
     # Importing the parent's main module runs its code again: only where the actor comes from there.
-    preparation = pickle.dumps(_preparation(name, needs_main=b"__main__" in payload))
+    preparation = pickle.dumps(_preparation(name, needs_main=_needs_main(payload)))
     # Until it can ignore an interrupt, none reaches it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         child = subprocess.Popen(
-            [sys.executable, "-c", CHILD.format(path=sys.path, descriptor=far.fileno())],
+            [sys.executable, "-c", CHILD.format(path=_import_path(), descriptor=far.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=[far.fileno()],
         )
@@ -319,7 +324,10 @@ def _launch_process(
 
     def watch() -> None:
         status = child.wait()
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        try:
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        except ValueError:  # a real-time signal has no name
+            how = f"was killed by signal {-status}"
         exited(f"its process {how}")
 
     threading.Thread(target=watch, name=f"{name} process", daemon=True).start()
@@ -328,13 +336,27 @@ def _launch_process(
 
 def _preparation(name: str, *, needs_main: bool) -> dict[str, object]:
     """What `multiprocessing.spawn.prepare` is to make of the child."""
-    preparation: dict[str, object] = {"name": name, "sys_path": sys.path, "sys_argv": sys.argv, "dir": str(Path.cwd())}
+    preparation: dict[str, object] = {
+        "name": name,
+        "sys_path": _import_path(),
+        "sys_argv": sys.argv,
+        "dir": str(Path.cwd()),
+    }
     module = sys.modules["__main__"]
     if needs_main and (spec := getattr(module, "__spec__", None)) is not None:
         preparation["init_main_from_name"] = spec.name
     elif needs_main and (path := getattr(module, "__file__", None)) is not None:
         preparation["init_main_from_path"] = str(Path(path).absolute())
     return preparation
+
+
+def _import_path() -> list[str]:
+    return [each for each in sys.path if isinstance(each, str)]  # the import system passes over anything else
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _nothing() -> None:

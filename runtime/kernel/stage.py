@@ -64,6 +64,20 @@ class Seat:
         return self.mailbox.closed
 
 
+class _LifeTimer:
+    """One that its life forgets when it is cancelled."""
+
+    __slots__ = ("__weakref__", "_others", "_timer")
+
+    def __init__(self, others: set[_LifeTimer], timer: Timer) -> None:
+        self._others = others
+        self._timer = timer
+
+    def cancel(self) -> None:
+        self._others.discard(self)
+        self._timer.cancel()
+
+
 class Life:
     """One life of an actor: what it was given, and all that must end with it."""
 
@@ -79,7 +93,7 @@ class Life:
         self.workers: list[Worker[object]] = []
         self._stage = stage
         self._seat = seat
-        self._timers: set[Timer] = set()
+        self._timers: set[_LifeTimer] = set()
 
     def post(self, message: object) -> None:
         """What this life's threads and timers cause; nothing once it is over."""
@@ -99,7 +113,7 @@ class Life:
             self._timers.discard(timer)
             self.post(message)
 
-        timer = self._stage.clock.call_later(seconds, fire)
+        timer = _LifeTimer(self._timers, self._stage.clock.call_later(seconds, fire))
         self._timers.add(timer)
         return timer
 
@@ -116,9 +130,8 @@ class Life:
 
     def end(self, *, drop: bool) -> None:
         """Void the timers, and let the workers go (with `drop`, before they have done all their work)."""
-        for timer in self._timers:
+        for timer in list(self._timers):
             timer.cancel()
-        self._timers.clear()
         for worker in self.workers:
             worker.close(drop=drop)
 

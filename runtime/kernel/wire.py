@@ -208,6 +208,8 @@ class Wire(asyncio.Protocol):
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._has_finished = False
+        self.hang_up: Callable[[], None] = lambda: None
+        """Called when the other end has said its last."""
         self.over = asyncio.Event()
         """The connection is no more."""
 
@@ -290,6 +292,9 @@ class Wire(asyncio.Protocol):
                     self._peer.heard(frame)
         except Exception as error:  # such as of whoever was told; at home it would have gone up to the sender
             self._peer.failed(name, error)
+
+    def eof_received(self) -> None:
+        self.hang_up()
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._kept.clear()

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 M_contra = TypeVar("M_contra", contravariant=True)
 T = TypeVar("T")
@@ -47,10 +47,17 @@ class WorkerThread(Generic[M_contra]):
             try:
                 return partial(self._post, done(work()))
             except Exception as error:
-                return partial(self._post, failed(error))
+                return told_of(error)
             except BaseException as error:
                 # Such as SystemExit: what would end a thread in silence must not leave the actor waiting.
-                return partial(self._post, failed(RuntimeError(f"the work gave up its thread: {error!r}")))
+                return told_of(RuntimeError(f"the work gave up its thread: {error!r}"))
+
+        def told_of(error: Exception) -> Callable[[], None]:
+            try:
+                return partial(self._post, failed(error))
+            except BaseException as worse:
+                # No message of the actor's says this, so it crashes on it, as it should.
+                return partial(cast(Callable[[object], None], self._post), worse)
 
         self._jobs.put(job)
 

@@ -59,7 +59,7 @@ def packer(system: System, seat: Seat) -> Packer:
     if isinstance(seat.part.placement, InProcess):
         main = sys.modules["__main__"]
         is_file = main.__spec__ is not None or Path(getattr(main, "__file__", None) or "<none>").exists()
-        if _needs_main(_pickled(engagement)) and not is_file:
+        if _needs_main(_pickled(engagement)) and not is_file and not elsewhere.preparing.is_set():
             raise NotSendable(f"{seat.name!r} was defined at a prompt; a process can only import what a file defines")
     reachable(role.accepts for role in engagement.cast)
     return Packer(*vocabulary(engagement), system.known, engagement.bytes_max)

@@ -96,7 +96,7 @@ def test_refusals(options: dict[str, object], refusal: Refusal, words: str) -> N
 
 def test_tenants_are_those_there_are() -> None:
     assert check_service(Service("a"), ("a", "b")).tenant == "a"
-    with pytest.raises(Refused, match="there is no tenant 'c'") as refused:
+    with pytest.raises(Refused, match="'c' is no tenant here") as refused:
         check_service(Service("c"), ("a", "b"))
     assert refused.value.refusal is Refusal.UNKNOWN_TENANT
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Never, Protocol, TypeVar
 
 from cuelight.actors.cache.actor import CacheManager
-from cuelight.actors.scheduler.actor import Limits, Neighbours, Scheduler, SchedulerInbox
+from cuelight.actors.scheduler.actor import Scheduler, SchedulerInbox
+from cuelight.actors.scheduler.outbox import Neighbours
+from cuelight.actors.scheduler.planning import Limits
 from cuelight.kernel import Actor, Context, Part, Role
 from cuelight.messages import cache, detokenizer, executor, intake, scheduler
 from cuelight.messages.address import Address

@@ -28,7 +28,7 @@ import msgspec
 from benchmarks.common import options, percentile, report
 from benchmarks.control_plane import ControlPlane, Rows
 from benchmarks.svg import Panel, picture, round_up
-from cuelight.actors.scheduler.actor import Limits
+from cuelight.actors.scheduler.planning import Limits
 from cuelight.kernel import Actor, Context
 from cuelight.kernel.simulation import Simulation
 from cuelight.messages import detokenizer, executor, observer, scheduler

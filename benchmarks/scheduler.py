@@ -33,7 +33,7 @@ from typing import Final, Never, TypedDict, TypeVar
 
 from benchmarks.common import percentile, report
 from benchmarks.control_plane import ControlPlane, Rows, Sink
-from cuelight.actors.scheduler.actor import Limits
+from cuelight.actors.scheduler.planning import Limits
 from cuelight.kernel import Actor, Part, System
 from cuelight.messages import executor, observer, scheduler
 from cuelight.messages.request import RequestId, Sampling, Service

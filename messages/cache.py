@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from cuelight.messages.address import Address
-from cuelight.messages.request import RequestId
+from cuelight.messages.request import HostTier, RequestId
 from cuelight.messages.scheduler import Granted
 
 
@@ -19,10 +19,16 @@ class Growth(msgspec.Struct, frozen=True):
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """A waiting request asks for blocks for all of `token_ids`, less what the prefix cache already holds."""
+    """A waiting request asks for blocks for all of `token_ids`, less what the prefix cache already holds.
+
+    It finds prefixes of the same `salt` only. Another sample of the prompt of `like` can also use that one's last
+    block, which is not full, by copying it.
+    """
 
     request_id: RequestId
     token_ids: tuple[int, ...]
+    salt: bytes = b""
+    like: RequestId | None = None
 
 
 class Filled(msgspec.Struct, frozen=True):
@@ -61,6 +67,11 @@ class Reset(msgspec.Struct, frozen=True, tag=True):
 
     block_count: int
     block_size: int
+    host: HostTier = HostTier()
 
 
-CacheMessage: TypeAlias = Reserve | Release | Reset
+class ForgetPrefixes(msgspec.Struct, frozen=True, tag=True):
+    """No request finds from now on what was computed before. Not answered; tables are kept, and nobody is disturbed."""
+
+
+CacheMessage: TypeAlias = Reserve | Release | Reset | ForgetPrefixes

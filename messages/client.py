@@ -41,7 +41,10 @@ class Chunk(msgspec.Struct, frozen=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """The last message of an accepted request. `error` says what went wrong when `reason` is `FAILED`."""
+    """The last message of an accepted request. `error` says what went wrong when `reason` is `FAILED`.
+
+    `queued_seconds` it waited for its first blocks; `running_seconds` it held blocks, in all.
+    """
 
     request_id: RequestId
     reason: FinishReason
@@ -49,6 +52,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     queued_seconds: float
     preemptions: int
     error: str = ""
+    running_seconds: float = 0.0
 
 
 ClientMessage: TypeAlias = Accepted | Rejected | Chunk | End

@@ -33,7 +33,10 @@ class TokensReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestEnded(msgspec.Struct, frozen=True, tag=True):
-    """No more tokens of this request: flush its text and end its stream. Not answered."""
+    """No more tokens of this request: flush its text and end its stream. Not answered.
+
+    `queued_seconds` it waited for its first blocks; `running_seconds` it held blocks, in all.
+    """
 
     request_id: RequestId
     reason: FinishReason
@@ -41,6 +44,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     queued_seconds: float
     preemptions: int
     error: str = ""
+    running_seconds: float = 0.0
 
 
 DetokenizerMessage: TypeAlias = Open | TokensReady | RequestEnded

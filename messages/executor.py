@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from cuelight.messages.address import Address
-from cuelight.messages.request import RequestId, Sampling
+from cuelight.messages.request import BlockCopies, RequestId, Sampling
 from cuelight.messages.scheduler import StepDone, StepFailed
 
 
@@ -42,8 +42,9 @@ class Chunk(msgspec.Struct, frozen=True):
 class ExecuteStep(msgspec.Struct, frozen=True, tag=True):
     """Run one step. Answered once: `StepDone` or `StepFailed`.
 
-    Applied in this order: `ended` rows go, `rows` come, `extensions` grow, `chunks` run, decodes first. A row whose
-    last token was sampled by the step before takes it from the device. A new `epoch` starts with no rows at all.
+    Applied in this order: `copies` are made, one after the other; `ended` rows go, `rows` come, `extensions` grow,
+    `chunks` run, decodes first. A row whose last token was sampled by the step before takes it from the device. A new
+    `epoch` starts with no rows at all.
     """
 
     epoch: int
@@ -53,6 +54,7 @@ class ExecuteStep(msgspec.Struct, frozen=True, tag=True):
     extensions: tuple[Extension, ...]
     chunks: tuple[Chunk, ...]
     reply_to: Address[StepDone | StepFailed]
+    copies: tuple[BlockCopies, ...] = ()
 
 
 ExecutorMessage: TypeAlias = ExecuteStep

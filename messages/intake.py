@@ -12,13 +12,17 @@ from cuelight.messages.request import Prompt, RequestId, Sampling, Service
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Serve this prompt. Answered once: `Accepted` or `Rejected`; an accepted request ends with one `End`."""
+    """Serve this prompt. Answered once: `Accepted` or `Rejected`; an accepted request ends with one `End`.
+
+    It has the prompt, and the service, of the request `like`, another sample of which it is to draw.
+    """
 
     request_id: RequestId
     prompt: Prompt
     sampling: Sampling
     reply_to: Address[ClientMessage]
     service: Service = Service()
+    like: RequestId | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -50,12 +50,44 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `priority`: higher is sooner, where the policy goes by it. `tenant`: whose share it counts against. Seconds are from
     the submission: `queue_seconds` until its first blocks, `deadline_seconds` until its end; None waits for ever.
+    Prefixes are shared only between requests of the same `cache_salt`.
     """
 
     tenant: str = ""
     priority: int = 0
     queue_seconds: float | None = None
     deadline_seconds: float | None = None
+    cache_salt: str = ""
+
+
+class Copying(StrEnum):
+    """Between which memories blocks are copied."""
+
+    SAVE = "save"
+    """From the pool to host memory."""
+    LOAD = "load"
+    """From host memory to the pool."""
+    FORK = "fork"
+    """Within the pool."""
+
+
+class BlockCopies(msgspec.Struct, frozen=True):
+    """Copy the K/V of whole blocks, each `sources[i]` to `targets[i]`. No block is both a source and a target."""
+
+    copying: Copying
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+class HostTier(msgspec.Struct, frozen=True):
+    """Host memory for `block_count` blocks that leave the pool, and what using it costs, as measured on the device.
+
+    `move_seconds` is to save a block and load it again; `recompute_seconds` to compute one token of it anew.
+    """
+
+    block_count: int = 0
+    move_seconds: float = 0.0
+    recompute_seconds: float = 0.0
 
 
 class FinishReason(StrEnum):

@@ -7,13 +7,14 @@ from typing import TypeAlias
 import msgspec
 
 from cuelight.messages.address import Address
-from cuelight.messages.request import RequestId, Sampling, Service
+from cuelight.messages.request import BlockCopies, HostTier, RequestId, Sampling, Service
 
 
 class Admit(msgspec.Struct, frozen=True, tag=True):
     """A validated request joins the queue. `sampling.seed` is set; prompt and output together fit `token_limit`.
 
-    `submitted_at` is when intake heard of it, in seconds of the system's clock; its deadlines count from there.
+    `submitted_at` is when intake heard of it, in seconds of the system's clock; its deadlines count from there. It has
+    the prompt of the request `like`, another sample of which it is to draw.
     """
 
     request_id: RequestId
@@ -22,6 +23,7 @@ class Admit(msgspec.Struct, frozen=True, tag=True):
     token_limit: int
     service: Service
     submitted_at: float
+    like: RequestId | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -81,12 +83,14 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Reserve`: what was granted, in the order asked, and which requests got nothing.
 
     A refused request is one that this pool could not serve now; admissions behind a refusal were not tried. A deferred
-    one shares a prefix that a running request is computing, and had better wait for that.
+    one shares a prefix that a running request is computing, and had better wait for that. The next step makes `copies`
+    first, in order.
     """
 
     grants: tuple[Grant, ...]
     refused: tuple[RequestId, ...]
     deferred: tuple[RequestId, ...] = ()
+    copies: tuple[BlockCopies, ...] = ()
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
@@ -103,11 +107,15 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepFailed(msgspec.Struct, frozen=True, tag=True):
-    """The other answer to `ExecuteStep`: the step raised, and every later step of its epoch is void."""
+    """The other answer to `ExecuteStep`: the step raised, and every later step of its epoch is void.
+
+    Its copies and theirs were made nevertheless, unless `contents_lost`: then nobody knows what is in the blocks.
+    """
 
     epoch: int
     step: int
     error: str
+    contents_lost: bool = False
 
 
 class StopMatched(msgspec.Struct, frozen=True, tag=True):
@@ -122,6 +130,7 @@ class ExecutorReady(msgspec.Struct, frozen=True, tag=True):
 
     block_count: int
     block_size: int
+    host: HostTier = HostTier()
 
 
 SchedulerMessage: TypeAlias = (

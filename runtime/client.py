@@ -27,11 +27,15 @@ REFUSALS: dict[Refusal, type[errors.RequestRejected]] = {
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds: waiting for the first blocks, from submission to the first token, and to the end."""
+    """Seconds from the submission: to the first blocks, to the first token, and to the end.
+
+    Of the whole, it ran for `running_seconds`; the rest it waited, after a preemption too.
+    """
 
     queued_seconds: float
     first_token_seconds: float
     total_seconds: float
+    running_seconds: float
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,7 @@ def _result(inbox: Inbox, end: End) -> Result:
         token_ids=tuple(inbox.token_ids),
         finish_reason=end.reason,
         usage=end.usage,
-        timings=Timings(end.queued_seconds, first, total),
+        timings=Timings(end.queued_seconds, first, total, end.running_seconds),
     )
 
 

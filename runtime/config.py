@@ -33,6 +33,9 @@ class EngineConfig:
         block_count: blocks of the KV cache; None sizes it by `kv_cache_bytes`.
         kv_cache_bytes: bytes of the KV cache; None takes a quarter of the free memory (at most 2 GiB) on the CPU, 80 %
             of the free memory on CUDA.
+        host_block_count: blocks in host memory for what does not fit the KV cache, copied there and back where that is
+            quicker than to compute it again.
+        host_kv_cache_bytes: bytes of host memory for that; None goes by `host_block_count`.
         watermark_fraction: of the blocks, kept free for running requests when a new one is admitted.
         context_length: tokens a request may hold, prompt and output; None is the model's own limit.
         steps_in_flight: steps handed to the executor before the first one's result is read.
@@ -40,6 +43,7 @@ class EngineConfig:
         policy: whom to serve next: "fcfs", "priority", "deadline", or "fair" between tenants by tokens served.
         aging_seconds: under "priority", waiting so long is worth one level.
         tenant_weights: shares of the tenants, above 0, and then no others are served; None serves any, all alike.
+        isolate_tenants: whether tenants share no prefixes, so that none can tell from the speed what others ask.
         seed: of the engine's own chance, from which requests without a seed get theirs; None is different each time.
         journal: a file that records all that the actors are told, prompts and outputs too, for `cuelight replay`; an
             older journal there is overwritten, anything else is not. None records nothing.
@@ -55,6 +59,8 @@ class EngineConfig:
     block_size: int = 16
     block_count: int | None = None
     kv_cache_bytes: int | None = None
+    host_block_count: int = 0
+    host_kv_cache_bytes: int | None = None
     watermark_fraction: float = 0.01
     context_length: int | None = None
     steps_in_flight: int = 2
@@ -62,6 +68,7 @@ class EngineConfig:
     policy: str = "fcfs"
     aging_seconds: float = 10.0
     tenant_weights: Mapping[str, float] | None = None
+    isolate_tenants: bool = False
     seed: int | None = None
     journal: str | os.PathLike[str] | None = None
 
@@ -91,20 +98,30 @@ class EngineConfig:
         if not isinstance(self.journal, str | os.PathLike | None):
             raise ConfigError(f"journal must be the path of a file, not {self.journal!r}")
         check_policy(self.policy, self.aging_seconds, self.tenant_weights)
+        if not isinstance(self.isolate_tenants, bool):
+            raise ConfigError(f"isolate_tenants must be True or False, not {self.isolate_tenants!r}")
         if self.long_prefill_tokens is not None:
             _check_count("long_prefill_tokens", self.long_prefill_tokens, at_least=1)
         if self.seed is not None:
             _check_count("seed", self.seed, at_least=0)
         for name in ("token_budget", "running_max", "queue_limit", "block_size", "steps_in_flight"):
             _check_count(name, getattr(self, name), at_least=1)
-        if self.block_count is not None:
-            _check_count("block_count", self.block_count, at_least=2)
-        if self.kv_cache_bytes is not None:
-            _check_count("kv_cache_bytes", self.kv_cache_bytes, at_least=1)
+        self._check_memory()
         if self.context_length is not None:
             _check_count("context_length", self.context_length, at_least=2)
         if not isinstance(self.watermark_fraction, int | float) or not 0 <= self.watermark_fraction < 1:
             raise ConfigError(f"watermark_fraction must be in [0, 1), not {self.watermark_fraction!r}")
+
+    def _check_memory(self) -> None:
+        if self.block_count is not None:
+            _check_count("block_count", self.block_count, at_least=2)
+        if self.kv_cache_bytes is not None:
+            _check_count("kv_cache_bytes", self.kv_cache_bytes, at_least=1)
+        _check_count("host_block_count", self.host_block_count, at_least=0)
+        if self.host_kv_cache_bytes is not None:
+            _check_count("host_kv_cache_bytes", self.host_kv_cache_bytes, at_least=1)
+            if self.host_block_count:
+                raise ConfigError("host_block_count and host_kv_cache_bytes say the same: give one of them")
 
 
 class EngineOptions(TypedDict, total=False):
@@ -120,6 +137,8 @@ class EngineOptions(TypedDict, total=False):
     block_size: int
     block_count: int | None
     kv_cache_bytes: int | None
+    host_block_count: int
+    host_kv_cache_bytes: int | None
     watermark_fraction: float
     context_length: int | None
     steps_in_flight: int
@@ -127,6 +146,7 @@ class EngineOptions(TypedDict, total=False):
     policy: str
     aging_seconds: float
     tenant_weights: Mapping[str, float] | None
+    isolate_tenants: bool
     seed: int | None
     journal: str | os.PathLike[str] | None
 
@@ -152,6 +172,7 @@ class ServiceOptions(TypedDict, total=False):
     priority: int
     queue_seconds: float | None
     deadline_seconds: float | None
+    cache_salt: str
 
 
 class RequestOptions(SamplingOptions, ServiceOptions, total=False):

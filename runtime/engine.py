@@ -29,6 +29,7 @@ from cuelight.ensemble import Casting, Ensemble, casting, gather, roles
 from cuelight.kernel import ActorCrashed, System, WorkerThread, ask, get_logger
 from cuelight.kernel.journal import Journal
 from cuelight.messages import observer
+from cuelight.messages.cache import ForgetPrefixes
 from cuelight.messages.intake import Cancel, SetTenants, Submit
 from cuelight.messages.request import Prompt, RequestId, Sampling, Service
 from cuelight.messages.scheduler import Explain, Explanation, SetPolicy
@@ -50,7 +51,11 @@ log = get_logger("cuelight.engine")
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Requests and blocks now, totals since the start. A block that is only cached counts as free."""
+    """Requests and blocks now, totals since the start. A block that is only cached counts as free.
+
+    Of `budget_tokens`, the token budgets of all steps, `scheduled_tokens` were used. Of `tokens_looked_up`, those of
+    all admissions, those after a preemption too, `tokens_found` were cached.
+    """
 
     running: int
     waiting: int
@@ -64,6 +69,15 @@ class EngineStats:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    scheduled_tokens: int
+    budget_tokens: int
+    tokens_looked_up: int
+    tokens_found: int
+    host_blocks_total: int
+    host_blocks_used: int
+    blocks_saved: int
+    blocks_loaded: int
+    blocks_forked: int
 
 
 class _Board:
@@ -174,6 +188,7 @@ class Engine:
             await self._system.start()
             self._intake = self._system.find(cast.intake)
             self._scheduler = self._system.find(cast.scheduler)
+            self._cache = self._system.find(cast.cache)
             ready = await board.ready
             self._check_still_starting()
         except BaseException:
@@ -246,6 +261,26 @@ class Engine:
         """Submit a request and wait for its whole output. Raises as `stream` does, and RequestFailed."""
         return await self.stream(prompt, **options).result()
 
+    def samples(self, prompt: object, count: int, **options: Unpack[RequestOptions]) -> list[Stream]:
+        """Submit one prompt `count` times, for as many outputs; the prompt is computed once and its blocks are shared.
+
+        Each is a request of its own, with its own stream and end. With a `seed`, they have it and those that follow it.
+        Raises as `stream` does, and then none is submitted.
+        """
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise errors.WrongType(f"count must be a number, and it is of type {type(count).__name__}")
+        limit = self._config.queue_limit
+        if not 1 <= count <= limit:
+            raise errors.BadSampling(f"count is {count}; it must be from 1 to the queue limit, {limit}")
+        parsed, sampling, service = self._parse(prompt, options)
+        self._check_available()
+        self._check_open(count)
+        first = self._submit(parsed, sampling, service)
+        return [first] + [
+            self._submit(parsed, _reseeded(sampling, number), service, like=first.request_id)
+            for number in range(1, count)
+        ]
+
     async def generate_many(
         self, prompts: Iterable[object], *, progress: bool = False, **options: Unpack[RequestOptions]
     ) -> list[Result]:
@@ -296,7 +331,25 @@ class Engine:
             prompt_tokens=requests.prompt_tokens,
             cached_tokens=requests.cached_tokens,
             output_tokens=requests.output_tokens,
+            scheduled_tokens=requests.scheduled_tokens,
+            budget_tokens=requests.budget_tokens,
+            tokens_looked_up=blocks.tokens_looked_up,
+            tokens_found=blocks.tokens_found,
+            host_blocks_total=blocks.host_blocks_total,
+            host_blocks_used=blocks.host_blocks_used,
+            blocks_saved=blocks.blocks_saved,
+            blocks_loaded=blocks.blocks_loaded,
+            blocks_forked=blocks.blocks_forked,
         )
+
+    def forget_prefixes(self) -> None:
+        """Let no request find in the prefix cache what was computed before. Those that run go on undisturbed.
+
+        Raises EngineUnavailable and EngineBusy.
+        """
+        self._check_available()
+        self._check_room()
+        self._cache.tell(ForgetPrefixes())
 
     def set_policy(
         self, policy: str, *, aging_seconds: float = 10.0, tenant_weights: Mapping[str, float] | None = None
@@ -352,18 +405,21 @@ class Engine:
         """Questions and orders come on top of what the scheduler's mailbox is made for."""
         assert self._system is not None
         mailboxes = self._system.statistics()
-        if max(mailboxes[name].length for name in ("scheduler", "intake")) >= CONTROL_MESSAGES_MAX:
+        if max(mailboxes[name].length for name in ("cache", "scheduler", "intake")) >= CONTROL_MESSAGES_MAX:
             raise errors.EngineBusy("too many questions and orders wait for an answer already; try again")
 
-    def _submit(self, prompt: Prompt, sampling: Sampling, service: Service) -> Stream:
-        self._check_available()
-        # Intake refuses beyond its queue limit; far beyond, not even a message is spent.
-        if len(self._open) >= 2 * self._config.queue_limit:
+    def _check_open(self, count: int) -> None:
+        """Intake refuses beyond its queue limit; far beyond, not even a message is spent."""
+        if len(self._open) + count > 2 * self._config.queue_limit:
             raise errors.QueueFull(f"{len(self._open)} requests are open already")
+
+    def _submit(self, prompt: Prompt, sampling: Sampling, service: Service, like: RequestId | None = None) -> Stream:
+        self._check_available()
+        self._check_open(1)
         inbox = Inbox(RequestId(next(self._ids)), self._loop.time, on_end=self._forget)
         stream = open_stream(inbox, self._cancel, self._cancel_later)
         self._open[inbox.request_id] = inbox
-        self._intake.tell(Submit(inbox.request_id, prompt, sampling, inbox, service))
+        self._intake.tell(Submit(inbox.request_id, prompt, sampling, inbox, service, like))
         return stream
 
     def _forget(self, inbox: Inbox) -> None:
@@ -378,6 +434,13 @@ class Engine:
     def _cancel_later(self, request_id: RequestId) -> None:
         with suppress(RuntimeError):  # the loop is closed, and the request with it
             self._loop.call_soon_threadsafe(self._intake.tell, Cancel(request_id))
+
+
+def _reseeded(sampling: Sampling, number: int) -> Sampling:
+    """For the sample of this number; without a seed each draws its own."""
+    if sampling.seed is None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + number) % 2**64)
 
 
 # Exceptions are made anew for everyone: one that is raised again gathers the tracebacks of all who met it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ from cuelight.actors.executor.actor import Executor
 from cuelight.actors.executor.device import Device
 from cuelight.actors.intake.actor import Encoder, Intake, Limits
 from cuelight.actors.intake.tokenizer import PromptEncoder
-from cuelight.actors.scheduler.actor import Limits as StepLimits
-from cuelight.actors.scheduler.actor import Neighbours, Scheduler
+from cuelight.actors.scheduler.actor import Scheduler
+from cuelight.actors.scheduler.outbox import Neighbours
+from cuelight.actors.scheduler.planning import Limits as StepLimits
 from cuelight.config import EngineConfig, ModelFacts, read_facts
 from cuelight.errors import ModelUnavailable
 from cuelight.kernel import Part, Role
@@ -67,7 +69,10 @@ def gather(folder: Path, config: EngineConfig) -> Ensemble[Batch]:
                 block_size=config.block_size,
                 block_count=config.block_count,
                 kv_cache_bytes=config.kv_cache_bytes,
+                host_block_count=config.host_block_count,
+                host_kv_cache_bytes=config.host_kv_cache_bytes,
                 eos_token_ids=facts.eos_token_ids,
+                now=time.perf_counter,
             )
         )
         return ModelRunner(loaded)
@@ -109,7 +114,7 @@ def assemble(
     """The five parts."""
     facts = ensemble.facts
     context_length = min(facts.context_length, config.context_length or facts.context_length)
-    intake_limits = Limits(facts.vocab_size, context_length, config.queue_limit, config.tenants)
+    intake_limits = Limits(facts.vocab_size, context_length, config.queue_limit, config.tenants, config.isolate_tenants)
     long_prefill_tokens = config.long_prefill_tokens or -(-config.token_budget // 4)
     step_limits = StepLimits(config.token_budget, config.running_max, config.steps_in_flight, long_prefill_tokens)
     policy = SetPolicy(config.policy, config.aging_seconds, tuple((config.tenant_weights or {}).items()))

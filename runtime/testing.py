@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Unpack
 
-from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token
+from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token, stub_host
 from cuelight.actors.intake.prompts import check_text
 from cuelight.actors.intake.refusal import Refused
 from cuelight.config import EngineConfig, EngineOptions, ModelFacts
@@ -36,7 +36,8 @@ def stub_engine(
     """An engine to start and use like any other, which answers at once and always the same.
 
     `next_token` gives the token that follows all those before it, prompt included: a byte or `END_TOKEN`. It is called
-    on a thread; if it raises, the step fails. Options are those of `Engine`; the pool has 1024 blocks by default.
+    on a thread; if it raises, the step fails. Options are those of `Engine`; the pool has 1024 blocks by default, and
+    of host memory none: sizes in bytes are not heeded.
 
     Raises ConfigError as `Engine` does.
     """
@@ -76,9 +77,10 @@ def stub_ensemble(
 ) -> Ensemble[StubBatch]:
     """What the stub engine's actors are built from."""
     block_count = config.block_count or BLOCK_COUNT_DEFAULT
+    host = stub_host(config.host_block_count)
     return Ensemble(
         facts=ModelFacts(vocab_size=END_TOKEN + 1, context_length=CONTEXT_LENGTH, eos_token_ids=(END_TOKEN,)),
         encoder=_Encoder(),
         decode=decode,
-        load_device=lambda: StubDevice(block_count, config.block_size, next_token or next_letter),
+        load_device=lambda: StubDevice(block_count, config.block_size, next_token or next_letter, host),
     )

@@ -9,19 +9,20 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Final
 
-from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token
-from cuelight.config import EngineConfig, ModelFacts
+from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token, stub_host
+from cuelight.config import POLICIES, EngineConfig, ModelFacts
 from cuelight.ensemble import Ensemble, assemble, roles
 from cuelight.kernel import Delivered, Event
 from cuelight.kernel.faults import Faults, SimulatedCrash
 from cuelight.kernel.simulation import Simulation
+from cuelight.messages.cache import ForgetPrefixes
 from cuelight.messages.client import Accepted, Chunk, ClientMessage, End, Rejected
 from cuelight.messages.intake import Cancel, Submit
 from cuelight.messages.observer import BlockFigures, ObserverMessage, Ready, RequestFigures
-from cuelight.messages.request import FinishReason, Prompt, Refusal, RequestId, Sampling
+from cuelight.messages.request import BlockCopies, FinishReason, Prompt, Refusal, RequestId, Sampling, Service
 from cuelight.messages.scheduler import StepDone
 from cuelight.testing import END_TOKEN, decode, encode
 
@@ -72,12 +73,18 @@ def run_history(seed: int, request_count: int, total: Tally) -> None:
     simulation = Simulation(parts, seed, tap=count, faults=faults, record=False)
     intake = simulation.find(cast.intake)
     clients = [Client(RequestId(number), chance) for number in range(request_count)]
+    for first, client in pairwise(clients):
+        if chance.random() < 0.2:
+            client.is_sample_of(first)
     for client in clients:
         at = chance.random() if chance.random() < 0.8 else 0.5  # some come all at once
         simulation.at(at, partial(intake.tell, client.submit()))
         if chance.random() < 0.25:
             client.has_left = True
             simulation.at(at + chance.choice((0.0, 0.01, 0.3)) * chance.random(), partial(intake.tell, client.cancel()))
+    if chance.random() < 0.2:
+        forget = partial(simulation.find(cast.cache).tell, ForgetPrefixes())
+        simulation.at(chance.random(), forget)
     simulation.run()
     if simulation.failure is not None:
         if not isinstance(simulation.failure.__cause__, SimulatedCrash):
@@ -102,6 +109,9 @@ def _drawn_config(chance: random.Random) -> EngineConfig:
         block_count=chance.choice((16, 32, 64, 1000)),
         watermark_fraction=chance.choice((0.0, 0.01, 0.2)),
         steps_in_flight=chance.choice((1, 2, 3)),
+        host_block_count=chance.choice((0, 0, 8, 64)),
+        policy=chance.choice(POLICIES),
+        isolate_tenants=chance.random() < 0.2,
     )
 
 
@@ -115,7 +125,7 @@ class FlakyDevice(StubDevice):
 
     def __init__(self, config: EngineConfig, failure_rate: float, chance: random.Random) -> None:
         assert config.block_count is not None
-        super().__init__(config.block_count, config.block_size, next_token)
+        super().__init__(config.block_count, config.block_size, next_token, stub_host(config.host_block_count))
         self.token_capacity = (config.block_count - 1) * config.block_size
         self.failures = 0
         self.complaints: list[str] = []
@@ -136,6 +146,16 @@ class FlakyDevice(StubDevice):
         if fails:
             self._fail()
         return done
+
+    def copy(self, copies: BlockCopies) -> None:
+        """As a stub's, unless it fails, and then nobody knows what is in the blocks."""
+        try:
+            super().copy(copies)
+        except Exception as error:
+            self.complaints.append(f"{copies}: {type(error).__name__}: {error}")
+            raise
+        if self._chance.random() < self._failure_rate / 4:
+            self._fail()
 
     def _fail(self) -> None:
         self.failures += 1
@@ -177,15 +197,21 @@ class Client:
         self.has_left = False
         self._prompt = _drawn_prompt(chance)
         self._sampling = _drawn_sampling(chance)
+        self._service = Service(tenant=chance.choice("ab"), cache_salt=chance.choice(("", "", "", "salt")))
+        self._like: RequestId | None = None
         self._messages: list[ClientMessage] = []
 
     def tell(self, message: ClientMessage, /) -> None:
         """Keep what is told."""
         self._messages.append(message)
 
+    def is_sample_of(self, first: Client) -> None:
+        """It asks for another sample of that one's prompt."""
+        self._prompt, self._service, self._like = first._prompt, first._service, first.request_id
+
     def submit(self) -> Submit:
         """The request."""
-        return Submit(self.request_id, self._prompt, self._sampling, reply_to=self)
+        return Submit(self.request_id, self._prompt, self._sampling, self, self._service, self._like)
 
     def cancel(self) -> Cancel:
         """The client leaves."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from support import Core
 
@@ -91,7 +91,7 @@ def running(core: Core) -> int:
 
 
 def preemptions(core: Core) -> int:
-    return scheduler_of(core)._counts["preemptions"]
+    return scheduler_of(core)._outbox.counts["preemptions"]
 
 
 def end_order(core: Core) -> list[int]:
@@ -129,18 +129,18 @@ def check(core: Core) -> None:
     scheduler, tables = scheduler_of(core), tables_of(core)
     tables.check()
     limits = scheduler._limits
-    assert len(scheduler._running) <= scheduler._running_max
+    assert len(scheduler._running) <= scheduler._door.running_max
     assert len(scheduler._running) + len(scheduler._waiting) == len(scheduler._requests)
-    assert len(scheduler._in_flight) <= limits.steps_in_flight
-    for _, plan in scheduler._in_flight:
+    assert len(scheduler._flights) <= limits.steps_in_flight
+    for plan in scheduler._flights:
         assert 0 < sum(count for _, count, _ in plan) <= limits.token_budget
-    assert all(request.request_id in scheduler._requests for request in scheduler._deferred)
-    if core.stage._queues.get("scheduler") or core.stage._queues.get("cache") or not scheduler._ready:
+    assert all(request.request_id in scheduler._requests for request in scheduler._door.deferred._leaders)
+    if core.stage._queues.get("scheduler") or core.stage._queues.get("cache") or not scheduler._pool:
         return  # it is about to hear something
     assert scheduler._asked is None, "nobody answers"
-    if len(scheduler._in_flight) == limits.steps_in_flight:
+    if len(scheduler._flights) == limits.steps_in_flight:
         return
-    assert scheduler._in_flight or not scheduler._requests, "nothing runs"
+    assert scheduler._flights or not scheduler._requests, "nothing runs"
     plan = scheduler._planned(others_wait=False)
     assert not plan, f"{[request.request_id for request, _ in plan]} could run, and the executor has room"
     _check_admissions(scheduler, tables)
@@ -150,24 +150,24 @@ def _check_admissions(scheduler: Scheduler, tables: Tables) -> None:
     """The first in line, as far as it is not set aside for good reason, does not fit."""
     if any(request.suspect for request in scheduler._running.values()):
         return
-    if len(scheduler._running) >= scheduler._running_max:
+    if len(scheduler._running) >= scheduler._door.running_max:
         return
     for request in scheduler._waiting.head(len(scheduler._waiting)):
         if request.pending:
             return
-        missing, is_promised = _lacks(tables, request.token_ids)
-        if request in scheduler._deferred:
+        missing, is_promised = _lacks(tables, request)
+        if request in scheduler._door.deferred:
             assert is_promised, f"{request.request_id} waits for a prefix that nobody computes"
             continue
         assert missing > 0, f"{request.request_id} could be admitted, and the executor has room"
         return
 
 
-def _lacks(tables: Tables, token_ids: Sequence[int]) -> tuple[int, bool]:
-    """By how many blocks the pool is too small for this admission, and whether its first block is being computed."""
-    chain = Chain(token_ids, tables._block_size)
+def _lacks(tables: Tables, request: Tracked) -> tuple[int, bool]:
+    """By how many blocks the pool is too small for this one, and whether what it would begin with is being computed."""
+    chain = Chain(request.token_ids, tables._block_size, request.salt)
     hits = tables._find_prefix(chain)
-    needed = tables._blocks_for(len(token_ids)) - sum(tables.pool.is_held(block) for block in hits)
+    held = sum(block is not None and tables.pool.is_held(block) for block in hits)
     watermark = tables._watermark_blocks if tables._tables else 0
-    is_promised = len(hits) < tables._shareable(chain) and chain.digest(len(hits)) in tables._promised
-    return needed + watermark - tables.pool.free_count, is_promised
+    missing = tables._blocks_for(len(request.token_ids)) - held + watermark - tables.pool.free_count
+    return missing, tables.is_being_computed(request.admission())

@@ -10,7 +10,9 @@ from typing import Generic, TypeVar
 from cuelight.actors.cache.actor import CacheManager
 from cuelight.actors.executor.actor import Executor
 from cuelight.actors.executor.stub import StubDevice, hashed_token
-from cuelight.actors.scheduler.actor import Limits, Neighbours, Scheduler
+from cuelight.actors.scheduler.actor import Scheduler
+from cuelight.actors.scheduler.outbox import Neighbours
+from cuelight.actors.scheduler.planning import Limits
 from cuelight.kernel import Actor, Timer
 from cuelight.messages import detokenizer, intake, observer
 from cuelight.messages.request import FinishReason, RequestId, Sampling, Service
@@ -49,11 +51,13 @@ class VirtualClock:
 
 
 class StageTimer:
-    def __init__(self, at: float, fire: Callable[[], None]) -> None:
-        self.at, self.fire = at, fire
+    def __init__(self, timers: list[StageTimer], at: float, fire: Callable[[], None]) -> None:
+        self._timers, self.at, self.fire = timers, at, fire
+        timers.append(self)
 
     def cancel(self) -> None:
-        self.fire = lambda: None
+        if self in self._timers:
+            self._timers.remove(self)
 
 
 class Stage:
@@ -69,9 +73,7 @@ class Stage:
         self._queues.setdefault(queue, deque()).append(delivery)
 
     def after(self, seconds: float, fire: Callable[[], None]) -> Timer:
-        timer = StageTimer(self.clock.seconds + seconds, fire)
-        self._timers.append(timer)
-        return timer
+        return StageTimer(self._timers, self.clock.seconds + seconds, fire)
 
     def step(self) -> bool:
         """Deliver one message, or let time pass to the next timer; False when there is neither."""
@@ -82,8 +84,9 @@ class Stage:
             self.clock.seconds = max(self.clock.seconds, min(timer.at for timer in self._timers))
         self.clock.seconds += 0.001
         for timer in [timer for timer in self._timers if timer.at <= self.clock.seconds]:
-            self._timers.remove(timer)
-            timer.fire()
+            if timer in self._timers:  # it may have been cancelled by the one before
+                self._timers.remove(timer)
+                timer.fire()
         if not busy:
             return True
         self._queues[self.chance.choice(busy)].popleft()()
@@ -193,11 +196,13 @@ class Core:
         sampling: Sampling,
         token_limit: int = 10_000,
         service: Service = Service(),  # noqa: B008  # frozen
+        like: int | None = None,
     ) -> None:
         capacity = (self.device.block_count - 1) * self.device.block_size
         limit = min(token_limit, capacity)
         now = self.stage.clock.now()
-        self.scheduler.tell(Admit(RequestId(request_id), tuple(prompt), sampling, limit, service, now))
+        first = None if like is None else RequestId(like)
+        self.scheduler.tell(Admit(RequestId(request_id), tuple(prompt), sampling, limit, service, now, first))
 
     def abort(self, request_id: int) -> None:
         self.scheduler.tell(Abort(RequestId(request_id)))

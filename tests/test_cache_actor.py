@@ -7,9 +7,9 @@ from typing import Generic, TypeVar
 import pytest
 
 from cuelight.actors.cache.actor import CacheManager
-from cuelight.messages.cache import Admission, Filled, Growth, Release, Reserve, Reset
+from cuelight.messages.cache import Admission, Filled, ForgetPrefixes, Growth, Release, Reserve, Reset
 from cuelight.messages.observer import BlockFigures
-from cuelight.messages.request import RequestId
+from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId
 from cuelight.messages.scheduler import Grant, Granted
 
 M = TypeVar("M")
@@ -26,11 +26,11 @@ class Inbox(Generic[M]):
 class Stage:
     """A cache manager with a pool of `blocks_total` blocks of four tokens, and its two counterparts."""
 
-    def __init__(self, blocks_total: int, watermark_fraction: float = 0.0) -> None:
+    def __init__(self, blocks_total: int, watermark_fraction: float = 0.0, host_blocks: int = 0) -> None:
         self.observer: Inbox[BlockFigures] = Inbox()
         self.scheduler: Inbox[Granted] = Inbox()
         self.cache = CacheManager(self.observer, watermark_fraction)
-        self.cache.handle(Reset(blocks_total + 1, 4))
+        self.cache.handle(Reset(blocks_total + 1, 4, HostTier(host_blocks, 1.0, 1.0)))
 
     def reserve(
         self,
@@ -135,7 +135,8 @@ def test_a_release_keeps_the_prefix_and_is_not_answered() -> None:
     stage.reserve(admissions=(admission(1, 6),))
     stage.cache.handle(Release((Filled(RequestId(1), 8, (6, 7, 8)), Filled(RequestId(99), 0, ()))))
     assert len(stage.scheduler.heard) == 1
-    assert stage.observer.heard[-1] == BlockFigures(blocks_total=4, blocks_free=4, blocks_cached=2)
+    figures = BlockFigures(blocks_total=4, blocks_free=4, blocks_cached=2, tokens_looked_up=6)
+    assert stage.observer.heard[-1] == figures
     assert stage.reserve(admissions=(admission(2, 9),)).grants[0].cached_tokens == 8
 
 
@@ -148,10 +149,11 @@ def test_the_observer_hears_changed_figures_once_a_message() -> None:
     stage.cache.handle(Release(()))
     assert len(stage.observer.heard) == 2
     stage.reserve(filled=(Filled(RequestId(1), 4, ()),))
-    assert stage.observer.heard[2:] == [BlockFigures(blocks_total=4, blocks_free=2, blocks_cached=1)]
+    figures = BlockFigures(blocks_total=4, blocks_free=2, blocks_cached=1, tokens_looked_up=8)
+    assert stage.observer.heard[2:] == [figures]
 
 
-def test_a_reset_forgets_tables_and_prefixes_but_not_past_evictions() -> None:
+def test_a_reset_forgets_tables_and_prefixes_but_not_past_counts() -> None:
     stage = Stage(2)
     stage.reserve(admissions=(admission(1, 8),))
     stage.cache.handle(Release((Filled(RequestId(1), 8, ()),)))
@@ -159,7 +161,8 @@ def test_a_reset_forgets_tables_and_prefixes_but_not_past_evictions() -> None:
     assert stage.observer.heard[-1].evictions == 2
     for _ in range(2):
         stage.cache.handle(Reset(6, 2))
-        assert stage.observer.heard[-1] == BlockFigures(blocks_total=5, blocks_free=5, evictions=2)
+        figures = BlockFigures(blocks_total=5, blocks_free=5, evictions=2, tokens_looked_up=16)
+        assert stage.observer.heard[-1] == figures
     assert len(stage.observer.heard) == 6
     stage.cache.handle(Release((Filled(RequestId(2), 8, ()),)))
     granted = stage.reserve(admissions=(admission(1, 9), admission(2, 9)))
@@ -169,3 +172,77 @@ def test_a_reset_forgets_tables_and_prefixes_but_not_past_evictions() -> None:
 def test_a_growth_without_a_table_is_our_bug() -> None:
     with pytest.raises(AssertionError, match="request 5 grows and holds no table"):
         Stage(4).reserve(growths=(Growth(RequestId(5), 4),))
+
+
+def test_a_prefix_is_found_with_its_salt() -> None:
+    stage = Stage(8)
+    mine, yours = (Admission(RequestId(i), tuple(range(6)), salt) for i, salt in enumerate((b"mine", b"yours")))
+    stage.reserve(admissions=(mine,))
+    stage.cache.handle(Release((Filled(mine.request_id, 6, ()),)))
+    granted = stage.reserve(admissions=(yours, Admission(RequestId(2), tuple(range(6)), b"mine")))
+    assert [grant.cached_tokens for grant in granted.grants] == [0, 4]
+    assert stage.observer.heard[-1].tokens_looked_up == 18
+    assert stage.observer.heard[-1].tokens_found == 4
+
+
+def test_prefixes_are_forgotten_and_tables_are_not() -> None:
+    stage = Stage(8)
+    stage.reserve(admissions=(admission(1, 6),))
+    stage.reserve(filled=(Filled(RequestId(1), 6, ()),), admissions=(admission(2, 6, 50),))
+    stage.cache.handle(Release((Filled(RequestId(2), 6, ()),)))
+    assert stage.observer.heard[-1].blocks_cached == 2
+    stage.cache.handle(ForgetPrefixes())
+    assert stage.observer.heard[-1].blocks_cached == stage.observer.heard[-1].evictions == 0
+    granted = stage.reserve(growths=(Growth(RequestId(1), 9),), admissions=(admission(3, 6), admission(4, 6, 50)))
+    assert [(grant.request_id, grant.cached_tokens) for grant in granted.grants] == [(1, 0), (3, 0), (4, 0)]
+    assert len(stage.scheduler.heard) == 3, "a ForgetPrefixes is not answered"
+
+
+def test_what_growths_and_admissions_copy_comes_with_the_answer() -> None:
+    """Saves of both, and a load into a block that was saved: it comes after them."""
+    stage = Stage(4, host_blocks=4)
+    stage.reserve(admissions=(admission(1, 8),))
+    stage.cache.handle(Release((Filled(RequestId(1), 8, ()),)))
+    stage.reserve(admissions=(admission(2, 16, 50),))
+    stage.cache.handle(Release((Filled(RequestId(2), 16, ()),)))
+    stage.reserve(admissions=(admission(3, 3, 100),))
+    granted = stage.reserve(growths=(Growth(RequestId(3), 5),), admissions=(admission(4, 8),))
+    (growth, last) = granted.grants
+    assert last.cached_tokens == 4
+    # Slot 3 was free, slot 1 is to be loaded; of the others, 0 and 2 are in the order in which they were used.
+    save = BlockCopies(Copying.SAVE, (*growth.block_ids, *last.block_ids), (3, 0, 2))
+    assert granted.copies == (save, BlockCopies(Copying.LOAD, (1,), last.block_ids[:1]))
+    figures = stage.observer.heard[-1]
+    assert (figures.blocks_saved, figures.blocks_loaded, figures.blocks_forked) == (6, 1, 0)
+    assert (figures.host_blocks_total, figures.host_blocks_used) == (4, 4)
+    stage.cache.handle(Reset(5, 4))
+    figures = stage.observer.heard[-1]
+    assert (figures.blocks_saved, figures.host_blocks_total, figures.host_blocks_used) == (6, 0, 0)
+
+
+def test_a_copy_is_answered_once() -> None:
+    stage = Stage(1, host_blocks=1)
+    stage.reserve(admissions=(admission(1, 4),))
+    stage.cache.handle(Release((Filled(RequestId(1), 4, ()),)))
+    assert stage.reserve(admissions=(admission(2, 4, 50),)).copies == (BlockCopies(Copying.SAVE, (1,), (0,)),)
+    assert stage.reserve().copies == ()
+
+
+def test_other_samples_wait_for_the_first_one_and_copy_its_last_block() -> None:
+    stage = Stage(8)
+    samples = tuple(Admission(RequestId(i), tuple(range(6)), like=RequestId(0) if i else None) for i in range(4))
+    granted = stage.reserve(admissions=samples, token_budget=100)
+    assert ids(granted) == [0]
+    assert granted.deferred == (RequestId(1), RequestId(2), RequestId(3))
+    granted = stage.reserve(filled=(Filled(RequestId(0), 6, ()),), admissions=samples[1:], token_budget=3)
+    assert [(grant.request_id, grant.cached_tokens) for grant in granted.grants] == [(1, 5), (2, 5), (3, 5)]
+    targets = tuple(grant.block_ids[1] for grant in granted.grants)
+    assert granted.copies == (BlockCopies(Copying.FORK, (2, 2, 2), targets),)
+    figures = stage.observer.heard[-1]
+    assert (figures.blocks_forked, figures.tokens_looked_up, figures.tokens_found) == (3, 24, 15)
+
+
+def test_host_memory_that_does_not_pay_has_no_blocks() -> None:
+    stage = Stage(4)
+    stage.cache.handle(Reset(5, 4, HostTier(100, move_seconds=4.0, recompute_seconds=1.0)))
+    assert stage.observer.heard[-1] == BlockFigures(blocks_total=4, blocks_free=4)

@@ -1,15 +1,17 @@
 """The cache manager's core against two independent witnesses, over random histories.
 
-`Model` predicts every grant from the rules, with whole prefixes for keys and one list for the free queue. `Device`
-remembers what the K/V of each slot was computed from, and so knows whether a hit is truthful and a write is harmless.
+`Model` predicts every grant from the rules. `Device` remembers what the K/V of each slot was computed from, in the pool
+and in host memory, and so knows whether a hit is truthful, a copy comes in time and a write is harmless.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import replace
 
+from cache_model import Device, Model, Tokens, common
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,12 +19,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cuelight.actors.cache.pool import BlockPool
 from cuelight.actors.cache.tables import Tables
 from cuelight.messages.cache import Admission, Filled, Growth
-from cuelight.messages.request import RequestId
-from cuelight.messages.scheduler import Grant
-
-Tokens = tuple[int, ...]
+from cuelight.messages.request import Copying, HostTier, RequestId
 
 FAMILIES: tuple[Tokens, ...] = (tuple(range(24)), (0, 1, 2, 3) * 6, (7,) * 24)
+SALTS = (b"", b"", b"", b"another tenant")
 
 
 @st.composite
@@ -32,143 +32,106 @@ def prompts(draw: st.DrawFn) -> Tokens:
     return (*shared, *draw(st.lists(st.integers(0, 2), min_size=0 if shared else 1, max_size=3)))
 
 
-@dataclass
-class Holding:
-    """What one request holds: its tokens, its blocks, how much is computed."""
-
-    token_ids: Tokens
-    blocks: list[int]
-    computed: int
-
-
-@dataclass
-class Model:
-    blocks_total: int
-    block_size: int
-    watermark: int
-    evictions: int = 0
-    free: list[int] = field(init=False)
-    prefixes: dict[Tokens, int] = field(default_factory=dict)
-    holdings: dict[RequestId, Holding] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.free = list(range(1, self.blocks_total + 1))
-
-    def take(self, count: int) -> list[int]:
-        taken, self.free = self.free[:count], self.free[count:]
-        kept = {prefix: block for prefix, block in self.prefixes.items() if block not in taken}
-        self.evictions += len(self.prefixes) - len(kept)
-        self.prefixes = kept
-        return taken
-
-    def admit(self, request: RequestId, token_ids: Tokens) -> Grant | None:
-        hits: list[int] = []
-        for end in range(self.block_size, len(token_ids), self.block_size):
-            block = self.prefixes.get(token_ids[:end])
-            if block is None:
-                break
-            hits.append(block)
-        count = math.ceil(len(token_ids) / self.block_size)
-        after = len(set(self.free) - set(hits)) - (count - len(hits))
-        if after < (self.watermark if self.holdings else 0):
-            return None
-        self.free = [block for block in self.free if block not in hits]
-        blocks = hits + self.take(count - len(hits))
-        cached = len(hits) * self.block_size
-        self.holdings[request] = Holding(token_ids, list(blocks), cached)
-        return Grant(request, tuple(blocks), cached, count * self.block_size)
-
-    def grow(self, request: RequestId, token_count: int) -> Grant | None:
-        blocks = self.holdings[request].blocks
-        missing = max(0, math.ceil(token_count / self.block_size) - len(blocks))
-        if missing > len(self.free):
-            return None
-        taken = self.take(missing)
-        blocks += taken
-        return Grant(request, tuple(taken), 0, len(blocks) * self.block_size)
-
-    def fill(self, request: RequestId, computed: int, new: Tokens) -> None:
-        """Offer the blocks that became full to the index."""
-        holding = self.holdings[request]
-        holding.token_ids += new
-        first, holding.computed = holding.computed // self.block_size, computed
-        self.offer(holding, first)
-
-    def offer(self, holding: Holding, first: int) -> None:
-        for i in range(first, holding.computed // self.block_size):
-            if holding.blocks[i] not in self.prefixes.values():
-                self.prefixes.setdefault(holding.token_ids[: (i + 1) * self.block_size], holding.blocks[i])
-
-    def release(self, request: RequestId, computed: int, new: Tokens) -> None:
-        self.fill(request, computed, new)
-        holding = self.holdings.pop(request)
-        self.offer(holding, 0)
-        held = {block for other in self.holdings.values() for block in other.blocks}
-        for block in reversed(holding.blocks):
-            if block not in held:
-                self.free.insert(len(self.free) if block in self.prefixes.values() else 0, block)
-
-
-class Device:
-    """The K/V pool: each slot holds the prefix that its K/V was computed from."""
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.slots: dict[tuple[int, int], Tokens] = {}
-
-    def compute(self, holding: Holding, token_ids: Tokens, end: int) -> list[int]:
-        """Write the K/V of tokens `holding.computed` to `end`; the blocks written to."""
-        written = []
-        for position in range(holding.computed, end):
-            block = holding.blocks[position // self.block_size]
-            self.slots[block, position % self.block_size] = token_ids[: position + 1]
-            written.append(block)
-        return written
-
-    def holds(self, blocks: Tokens, token_ids: Tokens) -> bool:
-        """Whether `blocks`, in order, hold the K/V of exactly `token_ids`."""
-        return all(
-            self.slots.get((blocks[position // self.block_size], position % self.block_size))
-            == token_ids[: position + 1]
-            for position in range(len(token_ids))
-        )
-
-
 class CacheMachine(RuleBasedStateMachine):
-    """Admissions, growths, fills, releases and resets in any order."""
+    """Admissions, growths, fills, releases, preemptions and forgetting in any order."""
 
     @initialize(
-        blocks_total=st.one_of(st.integers(0, 8), st.integers(12, 40)),
-        block_size=st.integers(1, 4),
+        blocks_total=st.sampled_from((0, 1, 3, *range(4, 13), *range(4, 13), 30)),
+        block_size=st.sampled_from((1, 2, 3, 4, 4)),
         watermark_fraction=st.sampled_from((0.0, 0.0, 0.1, 0.3)),
+        host_total=st.sampled_from((0, 1, 2, 3, 5, 8, 40)),
     )
-    def reset(self, blocks_total: int, block_size: int, watermark_fraction: float) -> None:
-        self.tables = Tables(BlockPool(blocks_total + 1), block_size, watermark_fraction)
-        self.model = Model(blocks_total, block_size, math.ceil(watermark_fraction * blocks_total))
+    def reset(self, blocks_total: int, block_size: int, watermark_fraction: float, host_total: int) -> None:
+        host = HostTier(host_total, move_seconds=0.9 * block_size, recompute_seconds=1.0)
+        self.tables = Tables(BlockPool(blocks_total + 1), block_size, watermark_fraction, host)
+        self.model = Model(blocks_total, block_size, math.ceil(watermark_fraction * blocks_total), host_total)
         self.device = Device(block_size)
-        self.waiting: dict[RequestId, Tokens] = {}
+        self.copied: Counter[Copying] = Counter()
+        self.waiting: dict[RequestId, Admission] = {}
         self.next_id = 0
 
-    @rule(prompt=prompts())
-    def submit(self, prompt: Tokens) -> None:
+    @rule(prompt=prompts(), salt=st.sampled_from(SALTS))
+    def come(self, prompt: Tokens, salt: bytes) -> None:
+        self._submit(prompt, salt)
+
+    def _submit(self, prompt: Tokens, salt: bytes, like: RequestId | None = None) -> RequestId:
         self.next_id += 1
-        self._admit(RequestId(self.next_id), prompt)
+        self._admit(Admission(RequestId(self.next_id), prompt, salt, like))
+        return RequestId(self.next_id)
+
+    @rule(data=st.data(), salt=st.sampled_from(SALTS))
+    def serve(self, data: st.DataObject, salt: bytes) -> None:
+        """As much of a well-known text as fits the pool, from beginning to end: most of this is found again later."""
+        longest = min(24, self.model.blocks_total * self.model.block_size)
+        if longest:
+            text = data.draw(st.sampled_from(FAMILIES))[: data.draw(st.sampled_from((longest, longest // 2 + 1)))]
+            request = self._submit(text, salt)
+            if request in self.model.holdings:
+                self._compute(request, (), len(text), "end")
+
+    @precondition(lambda self: self.model.holdings)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 2), max_size=2), salt=st.sampled_from((None, None, None, b"")))
+    def sample(self, data: st.DataObject, more: list[int], salt: bytes | None) -> None:
+        """Another sample of a request that runs, and is computed so far, or one that only says so."""
+        like = data.draw(st.sampled_from(sorted(self.model.holdings)))
+        leader = self.model.holdings[like]
+        most = min(len(leader.token_ids), len(leader.blocks) * self.model.block_size)
+        self._compute(like, (), data.draw(st.integers(leader.computed, most)), "")
+        length = len(leader.token_ids) - data.draw(st.sampled_from((0, 0, 1, 2, 3)))
+        prompt = (*leader.token_ids[: max(1, length)], *more)
+        self._submit(prompt, leader.salt if salt is None else salt, like)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), more=st.lists(st.integers(0, 2), max_size=1))
     def retry(self, data: st.DataObject, more: list[int]) -> None:
-        request = data.draw(st.sampled_from(sorted(self.waiting)))
-        self._admit(request, (*self.waiting.pop(request), *more))
+        before = self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting))))
+        self._admit(Admission(before.request_id, (*before.token_ids, *more), before.salt, before.like))
 
-    def _admit(self, request: RequestId, prompt: Tokens) -> None:
-        predicted = self.model.admit(request, prompt)
-        grant = self.tables.admit(Admission(request, prompt))
+    def _admit(self, admission: Admission) -> None:
+        self._see_who_computes(admission)
+        predicted = self.model.admit(admission)
+        grant = self.tables.admit(admission)
         assert grant == predicted
         if grant is None:
-            self.waiting[request] = prompt
-        else:
-            assert grant.cached_tokens < len(prompt) <= grant.token_capacity
-            assert self.device.holds(grant.block_ids, prompt[: grant.cached_tokens]), "a hit is not what it says"
+            self.waiting[admission.request_id] = admission
+            return
+        assert grant.cached_tokens < len(admission.token_ids) <= grant.token_capacity
+        admitted = self.model.holdings[admission.request_id]
+        assert self._after_the_copies().holds(admitted), "a hit is not what it says"
+
+    def _after_the_copies(self) -> Device:
+        """Were the round to end now. Others may join its copies, so they are not taken."""
+        after = copy.deepcopy(self.device)
+        after.pending += copy.deepcopy(self.tables._copies).take()
+        after.step()
+        return after
+
+    def _see_who_computes(self, admission: Admission) -> None:
+        """Nobody waits without somebody who computes the next token, and a sample waits for the first one's tokens."""
+        start = len(self.model.lookup(admission)) * self.model.block_size
+        limit = len(admission.token_ids) - 1
+        ahead: dict[RequestId, bool] = {}
+        for request, holding in self.model.holdings.items():
+            alike = 0
+            if holding.salt == admission.salt and holding.generation == self.model.generation:
+                alike = min(common(holding.token_ids, admission.token_ids), limit)
+            ahead[request] = max(holding.computed, start) < alike
+        if self.tables.is_being_computed(admission):
+            assert any(ahead.values()), "it waits for nobody"
+        elif admission.like is not None and ahead.get(admission.like):
+            assert self.model.holdings[admission.like].computed < start, "it does not wait for the first sample"
+
+    @rule()
+    def answer(self) -> None:
+        """A round ends. The next step may make the copies of several."""
+        self._answer()
+
+    def _answer(self) -> None:
+        copies = self.tables.take_copies()
+        self.model.unread.clear()
+        for batch in copies:
+            self.copied[batch.copying] += len(batch.sources)
+        self.device.pending += copies
 
     @precondition(lambda self: self.model.holdings)
     @rule(data=st.data(), more=st.integers(0, 9))
@@ -179,24 +142,30 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.tables.grow(Growth(request, token_count)) == predicted
 
     @precondition(lambda self: self.model.holdings)
-    @rule(data=st.data(), new=st.lists(st.integers(0, 2), max_size=4), ends=st.booleans())
-    def compute(self, data: st.DataObject, new: list[int], ends: bool) -> None:
-        """Tell of a chunk that was computed, of new tokens, or of both; perhaps it was the request's last."""
+    @rule(data=st.data(), new=st.lists(st.integers(0, 2), max_size=4), leaves=st.sampled_from(("", "", "end", "wait")))
+    def compute(self, data: st.DataObject, new: list[int], leaves: str) -> None:
+        """Tell of a chunk that was computed, of new tokens, or of both; perhaps the request ends or is preempted."""
         request = data.draw(st.sampled_from(sorted(self.model.holdings)))
         holding = self.model.holdings[request]
-        token_ids = (*holding.token_ids, *new)
-        limit = min(len(token_ids), len(holding.blocks) * self.model.block_size)
-        computed = data.draw(st.integers(holding.computed, limit))
-        written = self.device.compute(holding, token_ids, computed)
+        limit = min(len(holding.token_ids) + len(new), len(holding.blocks) * self.model.block_size)
+        self._compute(request, tuple(new), data.draw(st.integers(holding.computed, limit)), leaves)
+
+    def _compute(self, request: RequestId, new: Tokens, computed: int, leaves: str) -> None:
+        holding = self.model.holdings[request]
+        self._answer()
+        self.device.step()
+        written = self.device.compute(replace(holding, token_ids=holding.token_ids + new), computed)
         entries = Counter(block for other in self.model.holdings.values() for block in other.blocks)
         assert all(entries[block] == 1 for block in written), "a shared block is written to"
-        filled = Filled(request, computed, tuple(new))
-        if ends:
-            self.model.release(request, computed, tuple(new))
+        filled = Filled(request, computed, new)
+        if leaves:
+            self.model.release(request, computed, new)
             self.tables.release(filled)
         else:
-            self.model.fill(request, computed, tuple(new))
+            self.model.fill(request, computed, new)
             self.tables.fill(filled)
+        if leaves == "wait":
+            self.waiting[request] = Admission(request, holding.token_ids, holding.salt)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -205,26 +174,42 @@ class CacheMachine(RuleBasedStateMachine):
         del self.waiting[request]
         self.tables.release(Filled(request, 0, ()))
 
+    @rule(is_due=st.sampled_from((False,) * 9 + (True,)))
+    def forget(self, is_due: bool) -> None:
+        """Not as often as the rest: little is left to find in a cache that is always forgotten."""
+        if is_due:
+            self._answer()
+            self.model.forget()
+            self.tables.forget_prefixes()
+
     @invariant()
     def everything_agrees(self) -> None:
         self.tables.check()
         assert self.tables.pool.free_count == len(self.model.free)
         assert self.tables.pool.indexed_count == len(self.model.prefixes)
         assert self.tables.pool.evictions == self.model.evictions
+        assert self.tables.host.used_count == len(self.model.host)
 
     @invariant()
     def tables_share_only_full_prefix_blocks(self) -> None:
-        contents: dict[int, Tokens] = {}
+        contents: dict[int, object] = {}
         for holding in self.model.holdings.values():
             for i, block in enumerate(holding.blocks):
                 end = (i + 1) * self.model.block_size
-                prefix = holding.token_ids[:end] if end <= holding.computed else ()
+                prefix = (holding.generation, holding.prefix(end)) if end <= holding.computed else None
                 if block in contents:
-                    assert prefix and contents[block] == prefix
+                    assert prefix is not None and contents[block] == prefix
                 contents[block] = prefix
+
+    @invariant()
+    def what_is_computed_is_there_once_the_copies_are_made(self) -> None:
+        after = self._after_the_copies()
+        assert all(after.holds(holding) for holding in self.model.holdings.values())
 
     def teardown(self) -> None:
         """Rule 21: after a drain, every block is free."""
+        self._answer()
+        assert self.copied == +self.model.copied
         for request in sorted(self.model.holdings):
             self.tables.release(Filled(request, self.model.holdings[request].computed, ()))
         self.tables.check()
@@ -232,4 +217,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

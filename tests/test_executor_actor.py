@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+import msgspec
 import pytest
 from support import FailingDevice, Recorder, Stage, StageAddress, StageContext
 
 from cuelight.actors.executor.actor import Executor
-from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token
+from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token, stub_host
 from cuelight.kernel import Part, Role, System
 from cuelight.messages.executor import Chunk, ExecuteStep, ExecutorMessage, Row
 from cuelight.messages.observer import LoadFailed, ObserverMessage
-from cuelight.messages.request import RequestId, Sampling
+from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId, Sampling
 from cuelight.messages.scheduler import ExecutorReady, StepDone, StepFailed
 
 PROMPT = (5, 6, 7)
@@ -65,6 +67,16 @@ def test_a_loaded_device_is_announced_with_its_pool() -> None:
     staged.settle()
     assert staged.scheduler.messages == [ExecutorReady(block_count=40, block_size=16)]
     assert staged.observer.messages == []
+
+
+def test_what_host_memory_costs_is_announced_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    host = HostTier(5, move_seconds=0.25, recompute_seconds=0.125)
+    staged = Staged(0, lambda: StubDevice(40, 16, host=host))
+    with caplog.at_level(logging.INFO, "cuelight"):
+        staged.settle()
+    assert staged.scheduler.messages == [ExecutorReady(40, 16, host)]
+    (line,) = [record.getMessage() for record in caplog.records if "device_loaded" in record.getMessage()]
+    assert "host_block_count=5 move_seconds=0.25 recompute_seconds=0.125" in line
 
 
 @pytest.mark.parametrize(("error", "text"), [(OSError("no weights"), "no weights"), (KeyError(), "KeyError()")])
@@ -119,13 +131,109 @@ def test_a_step_that_cannot_be_prepared_fails_and_voids_what_follows(seed: int) 
     staged = Staged(seed, lambda: device)
     staged.settle()
     staged.run_steps(4)
-    replies = {m.step: m for m in staged.replies.messages}
-    assert len(staged.replies.messages) == 4, "each step is answered once"
-    assert replies[1] == StepFailed(0, 1, "ValueError('cannot lay it out')")
-    assert all(isinstance(replies[number], StepFailed) for number in (2, 3))
+    assert [m.step for m in staged.replies.messages] == [0, 1, 2, 3], "each step is answered once, in order"
+    sound, failed, *void = staged.replies.messages
+    assert isinstance(sound, StepDone)
+    assert failed == StepFailed(0, 1, "ValueError('cannot lay it out')")
+    assert all(isinstance(message, StepFailed) for message in void)
     staged.replies.messages.clear()
     staged.run_steps(2, epoch=1)
     assert [m.token_ids[0] for m in staged.replies.messages if isinstance(m, StepDone)] == tokens(2)
+
+
+class Copier(StubDevice):
+    """Notes what it does, and fails at what it is told to: "prepare 1", "run 2", "save 3", "load 3"."""
+
+    def __init__(self, *failing: str) -> None:
+        super().__init__(20, 4, host=stub_host(8))
+        self.done: list[str] = []
+        self._failing = failing
+
+    def prepare(self, step: ExecuteStep) -> StubBatch:
+        self._fail(f"prepare {step.step}")
+        return super().prepare(step)
+
+    def copy(self, copies: BlockCopies) -> None:
+        (number,) = copies.targets if copies.copying is Copying.SAVE else copies.sources
+        self._do(f"{copies.copying} {number}")
+        super().copy(copies)
+
+    def run(self, batch: StubBatch) -> StepDone:
+        self._do(f"run {batch.step.step}")
+        return super().run(batch)
+
+    def _do(self, what: str) -> None:
+        self._fail(what)
+        self.done.append(what)
+
+    def _fail(self, what: str) -> None:
+        if what in self._failing:
+            raise OSError(f"cannot {what}")
+
+
+def run_copying_steps(seed: int, device: Copier, steps: int = 4) -> tuple[Staged, list[StepDone | StepFailed]]:
+    """Each step saves a block to the host block of its number and loads that to another of the pool."""
+    staged = Staged(seed, lambda: device)
+    staged.settle()
+    for number in range(steps):
+        save = BlockCopies(Copying.SAVE, (1,), (number,))
+        load = BlockCopies(Copying.LOAD, (number,), (10 + number,))
+        plain = step(0, number, staged.replies, enters=number == 0)
+        staged.ref.tell(msgspec.structs.replace(plain, copies=(save, load)))
+    staged.settle()
+    return staged, staged.replies.take()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_steps_copies_are_made_in_order_before_it_runs(seed: int) -> None:
+    device = Copier()
+    staged, replies = run_copying_steps(seed, device)
+    assert staged.scheduler.messages == [ExecutorReady(20, 4, HostTier(8, 0.0, 1.0))]
+    assert device.done == [f"{what} {number}" for number in range(4) for what in ("save", "load", "run")]
+    assert [m.token_ids[0] for m in replies if isinstance(m, StepDone)] == tokens(4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("failing", ["run 1", "prepare 1"])
+def test_the_copies_of_failed_and_void_steps_are_made_all_the_same(failing: str, seed: int) -> None:
+    device = Copier(failing)
+    _, replies = run_copying_steps(seed, device)
+    assert device.done == [
+        *("save 0", "load 0", "run 0"),
+        *("save 1", "load 1", "save 2", "load 2", "save 3", "load 3"),
+    ]
+    void = "an earlier step of this epoch failed"
+    assert isinstance(replies[0], StepDone), "what comes before it is not touched"
+    assert replies[1:] == [
+        StepFailed(0, 1, f"OSError('cannot {failing}')"),
+        StepFailed(0, 2, void),
+        StepFailed(0, 3, void),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("failing", ["save 1", "load 1"])
+def test_a_copy_that_fails_loses_the_contents_and_voids_the_epoch(failing: str, seed: int) -> None:
+    device = Copier(failing)
+    staged, replies = run_copying_steps(seed, device)
+    assert [done for done in device.done if done.startswith("run")] == ["run 0"]
+    void = "an earlier step of this epoch failed"
+    assert isinstance(replies[0], StepDone)
+    assert replies[1:] == [
+        StepFailed(0, 1, f"OSError('cannot {failing}')", contents_lost=True),
+        StepFailed(0, 2, void),
+        StepFailed(0, 3, void),
+    ]
+    staged.run_steps(3, epoch=1)
+    assert [m.token_ids[0] for m in staged.replies.messages if isinstance(m, StepDone)] == tokens(3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_copy_of_a_void_step_that_fails_is_told_too(seed: int) -> None:
+    staged, replies = run_copying_steps(seed, Copier("run 1", "load 2", "run 3"))
+    assert [m.contents_lost for m in replies if isinstance(m, StepFailed)] == [False, True, False]
+    staged.run_steps(1, epoch=1)
+    assert isinstance(staged.replies.messages[0], StepDone)
 
 
 async def test_in_a_system_steps_run_off_the_loop_and_answers_come_in_order() -> None:
@@ -133,6 +241,10 @@ async def test_in_a_system_steps_run_off_the_loop_and_answers_come_in_order() ->
     threads: set[int] = set()
 
     class Watched(StubDevice):
+        def copy(self, copies: BlockCopies) -> None:
+            threads.add(threading.get_ident())
+            super().copy(copies)
+
         def run(self, batch: StubBatch) -> StepDone:
             threads.add(threading.get_ident())
             return super().run(batch)
@@ -146,7 +258,9 @@ async def test_in_a_system_steps_run_off_the_loop_and_answers_come_in_order() ->
     async with asyncio.timeout(60), System([part]) as system:
         assert (await ready).block_count == 20
         for number in range(8):
-            system.find(role).tell(step(0, number, replies, enters=number == 0))
+            fork = BlockCopies(Copying.FORK, (5,), (6,))
+            plain = step(0, number, replies, enters=number == 0)
+            system.find(role).tell(msgspec.structs.replace(plain, copies=(fork,)))
         done = [await answers.get() for _ in range(8)]
     assert [m.token_ids[0] for m in done if isinstance(m, StepDone)] == tokens(8)
     assert len(threads) == 1

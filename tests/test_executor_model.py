@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +21,11 @@ from cuelight.actors.executor import runner as runner_module
 from cuelight.actors.executor.batch import Batch, Draw
 from cuelight.actors.executor.batch import Sequence as BatchSequence
 from cuelight.actors.executor.model.attention import PagedAttention
-from cuelight.actors.executor.model.loading import CannotLoad, LoadOptions, load
+from cuelight.actors.executor.model.loading import CannotLoad, LoadedModel, LoadOptions, load
 from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.runner import ModelRunner
 from cuelight.messages.executor import Chunk, ExecuteStep, Extension, Row
-from cuelight.messages.request import RequestId, Sampling
+from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId, Sampling
 
 CPU = torch.device("cpu")
 HEAD_DIM = 8
@@ -217,6 +219,7 @@ def options(folder: Path, **others: object) -> LoadOptions:
         block_count=128,
         kv_cache_bytes=None,
         eos_token_ids=(1,),
+        now=time.perf_counter,
     )
     return replace(base, **others)  # type: ignore[arg-type]
 
@@ -231,7 +234,8 @@ class Driver:
         self.free = list(range(1, runner.block_count))
         self.chance.shuffle(self.free)
         self.computed = dict.fromkeys(range(len(prompts)), 0)
-        self.held = dict.fromkeys(range(len(prompts)), 0)
+        self.blocks: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
+        self.entered: set[int] = set()
         self.outputs: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
         self.failed: dict[int, str] = {}
         self._step = 0
@@ -251,13 +255,15 @@ class Driver:
         rows, extensions = [], []
         for index, count in chunks:
             prompt, size = self.prompts[index], self.runner.block_size
-            missing = -(-(self.computed[index] + count) // size) - self.held[index]
-            blocks = tuple(self.free.pop() for _ in range(missing))
-            if self.computed[index] == 0:
-                rows.append(Row(RequestId(index), tuple(prompt), len(prompt), 0, blocks, Sampling()))
+            missing = -(-(self.computed[index] + count) // size) - len(self.blocks[index])
+            blocks = [self.free.pop() for _ in range(missing)]
+            self.blocks[index] += blocks
+            if index not in self.entered:
+                tokens, held = (*prompt, *self.outputs[index]), tuple(self.blocks[index])
+                rows.append(Row(RequestId(index), tokens, len(prompt), self.computed[index], held, Sampling()))
+                self.entered.add(index)
             elif blocks:
-                extensions.append(Extension(RequestId(index), blocks))
-            self.held[index] += len(blocks)
+                extensions.append(Extension(RequestId(index), tuple(blocks)))
             self.computed[index] += count
         step = ExecuteStep(
             epoch=self.epoch,
@@ -373,6 +379,11 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
         ({"dtype": "int4"}, "dtype"),
         ({"block_count": None, "kv_cache_bytes": 10}, "holds no block"),
         ({"block_count": 1 << 50}, "no memory"),
+        ({"block_count": 1 << 70}, "no memory"),
+        ({"host_block_count": 1 << 50}, r"no memory for \d+ bytes of the KV cache on the host"),
+        ({"host_block_count": 1 << 70}, r"no memory for \d+ bytes of the KV cache on the host"),
+        ({"host_kv_cache_bytes": 10}, "10 bytes of host memory hold no block"),
+        ({"device": "meta"}, "device 'meta' cannot be used: it has no memory"),
     ],
 )
 def test_options_that_cannot_be_met_are_refused(others: dict[str, object], why: str, tmp_path: Path) -> None:
@@ -387,6 +398,107 @@ def test_the_pool_takes_the_bytes_it_is_given(tmp_path: Path) -> None:
     pool = load(options(tmp_path, block_count=None, kv_cache_bytes=10 * 2 * 2 * 2 * 8 * 4 * 4 + 5)).pool
     assert pool.block_count == 10
     assert all(not tensor.any() for tensor in (*pool.keys, *pool.values)), "what loading tried is wiped out"
+
+
+def test_host_memory_takes_the_blocks_or_bytes_it_is_given_and_its_costs_are_measured(tmp_path: Path) -> None:
+    save(FAMILIES["llama"](), tmp_path)
+    looks = itertools.count()
+    loaded = load(options(tmp_path, host_block_count=3, now=lambda: float(next(looks))))
+    assert loaded.host_tier == HostTier(3, move_seconds=1 / 3, recompute_seconds=1 / 64)
+    by_bytes = load(options(tmp_path, host_kv_cache_bytes=10 * 2 * 2 * 2 * 8 * 4 * 4 + 5))
+    assert ModelRunner(by_bytes).host.block_count == 10
+    assert by_bytes.host_tier.move_seconds > 0 < by_bytes.host_tier.recompute_seconds
+    for one in (loaded, by_bytes):
+        assert one.host is not None
+        pools = (*one.pool.keys, *one.pool.values, *one.host.keys, *one.host.values)
+        assert not any(tensor.any() for tensor in pools), "what was measured is wiped out"
+
+
+def test_costs_are_measured_with_no_more_tokens_than_the_model_or_the_pool_has_room_for(tmp_path: Path) -> None:
+    looks = itertools.count()
+    now = lambda: float(next(looks))  # noqa: E731
+    save(transformers.GPT2Config(vocab_size=9, n_embd=48, n_layer=1, n_head=6, n_positions=10), tmp_path)
+    short = load(options(tmp_path, host_block_count=1, now=now))
+    assert short.host_tier.recompute_seconds == 1 / 10
+    small = load(options(tmp_path, host_block_count=1, block_count=3, now=now))
+    assert small.host_tier.recompute_seconds == 1 / 8
+
+
+def test_without_host_memory_nothing_is_measured(tmp_path: Path) -> None:
+    def now() -> float:
+        raise AssertionError("nobody asks for the time")
+
+    save(FAMILIES["llama"](), tmp_path)
+    runner = ModelRunner(load(options(tmp_path, now=now)))
+    assert runner.host == HostTier()
+    runner.copy(BlockCopies(Copying.FORK, (1,), (2,)))
+    with pytest.raises(AssertionError, match="memory for them"):
+        runner.copy(BlockCopies(Copying.SAVE, (1,), (0,)))
+
+
+class Mover(Driver):
+    """After each step some rows leave the pool for host memory until they run again, or move within the pool.
+
+    They come back in other blocks; what they leave behind in the pool is spoilt.
+    """
+
+    def __init__(self, loaded: LoadedModel, prompts: Sequence[Sequence[int]], seed: int) -> None:
+        super().__init__(ModelRunner(loaded), prompts, seed)
+        self.loaded = loaded
+        self.moves = dict.fromkeys(Copying, 0)
+        self.slots = list(range(self.runner.host.block_count))
+        self.away: dict[int, list[int]] = {}
+
+    def _run(self, chunks: list[tuple[int, int]]) -> None:
+        for index, _ in chunks:
+            if index in self.away:
+                self._load(index)
+        super()._run(chunks)
+        here = [index for index, blocks in self.blocks.items() if blocks]
+        for index in self.chance.sample(here, len(here) // 2):
+            self._fork(index) if self.chance.random() < 0.4 else self._save(index)
+
+    def _save(self, index: int) -> None:
+        self.chance.shuffle(self.slots)
+        self.away[index] = [self.slots.pop() for _ in self.blocks[index]]
+        self._copy(Copying.SAVE, self.blocks[index], self.away[index])
+        self._leave(index)
+
+    def _load(self, index: int) -> None:
+        slots = self.away.pop(index)
+        self.blocks[index] = [self.free.pop() for _ in slots]
+        self._copy(Copying.LOAD, slots, self.blocks[index])
+        self.slots += slots
+
+    def _fork(self, index: int) -> None:
+        copies = [self.free.pop() for _ in self.blocks[index]]
+        self._copy(Copying.FORK, self.blocks[index], copies)
+        self._leave(index)
+        self.blocks[index] = copies
+
+    def _copy(self, copying: Copying, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.runner.copy(BlockCopies(copying, tuple(sources), tuple(targets)))
+        self.moves[copying] += 1
+
+    def _leave(self, index: int) -> None:
+        for tensor in (*self.loaded.pool.keys, *self.loaded.pool.values):
+            tensor[self.blocks[index]] = 1000.0
+        self.free = self.blocks[index] + self.free
+        self.blocks[index] = []
+        if index in self.entered:
+            self.entered.remove(index)
+            self._ended += (RequestId(index),)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_are_moved_and_forked_go_on_as_if_nothing_had_been(seed: int, tmp_path: Path) -> None:
+    model = save(FAMILIES["llama"](), tmp_path)
+    prompts = random_prompts(3)
+    mover = Mover(load(options(tmp_path, host_block_count=64)), prompts, seed)
+    mover.run(output_tokens=10)
+    assert min(mover.moves.values()) > 5
+    for index, prompt in enumerate(prompts):
+        assert mover.outputs[index] == greedy_alone(model, prompt, 10)
 
 
 def test_bfloat16_follows_float32_in_the_first_token(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_rule_11_a_cache_that_refuses_for_ever(culprits: set[int], name: str, mo
     """Only whoever is refused fails, even where another has come to the head of the queue meanwhile."""
     for seed in range(20):
         core = Core(seed, device=WatchedDevice(100, 4), running_max=3, policy=policy(name))
-        step_until(core, lambda core=core: scheduler_of(core)._ready and not core.stage._queues["cache"])
+        step_until(core, lambda core=core: scheduler_of(core)._pool and not core.stage._queues["cache"])
         tables = tables_of(core)
         sound = tables.admit
 
@@ -275,7 +275,7 @@ def test_rule_11_a_cache_that_refuses_for_ever(culprits: set[int], name: str, mo
 
 def test_rule_11_whoever_was_refused_fails_and_not_who_came_in_front_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Core(0, device=WatchedDevice(100, 4), policy=policy("priority"))
-    step_until(core, lambda: scheduler_of(core)._ready and not core.stage._queues["cache"])
+    step_until(core, lambda: scheduler_of(core)._pool and not core.stage._queues["cache"])
     tables = tables_of(core)
     sound = tables.admit
     monkeypatch.setattr(tables, "admit", lambda admission: sound(admission) if admission.request_id else None)
@@ -290,7 +290,7 @@ def test_rule_11_whoever_was_refused_fails_and_not_who_came_in_front_of_it(monke
 
 def test_rule_11_a_cache_that_sets_everybody_aside_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Core(0, device=WatchedDevice(100, 4), running_max=3)
-    step_until(core, lambda: scheduler_of(core)._ready and not core.stage._queues["cache"])
+    step_until(core, lambda: scheduler_of(core)._pool and not core.stage._queues["cache"])
     monkeypatch.setattr(tables_of(core), "is_being_computed", lambda admission: True)
     for request_id in range(5):
         core.admit(request_id, [request_id, 1], Sampling(max_tokens=4))

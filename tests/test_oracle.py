@@ -21,8 +21,9 @@ from transformers.utils import logging as hf_logging
 from cuelight import Engine
 from cuelight.actors.executor.batch import Draw
 from cuelight.actors.executor.model.sampling import sample
+from cuelight.actors.executor.runner import ModelRunner
 from cuelight.client import Result, Stream
-from cuelight.messages.request import FinishReason, RequestId, Sampling
+from cuelight.messages.request import BlockCopies, Copying, FinishReason, RequestId, Sampling
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
 
@@ -65,7 +66,12 @@ class Reference:
         return self.model(input_ids=ids, use_cache=False, logits_to_keep=len(output)).logits[0]
 
     def check_greedy(self, prompt: Sequence[int], result: Result, max_tokens: int) -> None:
-        """The result is the greedy continuation: each token is the best after the prompt and the tokens before it."""
+        """The result is the greedy continuation, up to an end token or `max_tokens`."""
+        self.check_best(prompt, result)
+        self.check_end(result, max_tokens)
+
+    def check_best(self, prompt: Sequence[int], result: Result) -> None:
+        """Each token is the best after the prompt and the tokens before it, and the text is theirs."""
         output = list(result.token_ids)
         logits = self.logits(prompt, output)
         best = logits.argmax(dim=-1).tolist()
@@ -75,7 +81,6 @@ class Reference:
             pytest.fail(
                 f"token {at} after a prompt of {len(prompt)} is {output[at]}, not {best[at]}, which is {gap:.2g} better"
             )
-        self.check_end(result, max_tokens)
         self.check_text(result)
 
     @staticmethod
@@ -204,6 +209,47 @@ async def test_transformers_generate_agrees_with_the_judge_of_the_other_tests(
     results = await engine.generate_many(prompts, max_tokens=16, ignore_eos=True)
     for prompt, result in zip(prompts, results, strict=True):
         assert list(result.token_ids) == reference.greedy(prompt, 16)
+
+
+@pytest.mark.usefixtures("one_thread")
+async def test_blocks_that_leave_for_host_memory_and_come_back_change_nothing(
+    model_folder: Path, reference: Reference, library: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool holds less than half of what is asked at once: requests lose their blocks all the time."""
+    moved = dict.fromkeys(Copying, 0)
+    copy = ModelRunner.copy
+
+    def counted(runner: ModelRunner, copies: BlockCopies) -> None:
+        moved[copies.copying] += len(copies.sources)
+        copy(runner, copies)
+
+    async def serve(engine: Engine, limits: Sequence[int]) -> list[Result]:
+        arrivals = Arrivals(at_once=7, chunks_each=20)
+        tasks = []
+        for prompt, limit in zip(prompts, limits, strict=True):
+            await arrivals.turn()
+            stream = engine.stream(prompt, max_tokens=limit, ignore_eos=True)
+            tasks.append(asyncio.create_task(arrivals.read(stream)))
+        return await asyncio.gather(*tasks)
+
+    monkeypatch.setattr(ModelRunner, "copy", counted)
+    chance = random.Random(6)
+    prompts = [cut(library, length, chance) for length in (*(chance.randint(30, 46) for _ in range(8)), 64, 150)]
+    limits = [20] * 8 + [8, 8]
+    options = {"block_size": BLOCK_SIZE, "block_count": 1 + 14, "token_budget": 96, "running_max": 32}
+    async with Engine(model_folder, dtype="float32", device="cpu", host_block_count=100, **options) as engine:
+        results = await serve(engine, limits)
+        assert engine.stats().preemptions > 0
+        again = await serve(engine, [4] * len(prompts))
+        await at_rest(engine)
+    # What the pool has long given away is found: it has room for 14 blocks, and those of the prompts alone are 29.
+    assert sum(result.usage.cached_tokens > 0 for result in again) > 7
+    assert moved[Copying.SAVE] > 20
+    assert moved[Copying.LOAD] > 20
+    for prompt, limit, result, repeated in zip(prompts, limits, results, again, strict=True):
+        assert len(result.token_ids) == limit
+        assert repeated.token_ids == result.token_ids[:4]
+        reference.check_best(prompt, result)
 
 
 async def test_shared_prefixes_are_found_and_change_nothing(

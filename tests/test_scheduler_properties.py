@@ -169,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.core.scheduler.tell(policy("fcfs"))
         finish(self.core, steps_max=20_000)
-        assert not scheduler_of(self.core)._deferred
+        assert not scheduler_of(self.core)._door.deferred
         assert self.core.ends().keys() == self.asked.keys(), "everybody ends, nobody starves"
         for request_id, asked in self.asked.items():
             self._compare(request_id, asked)

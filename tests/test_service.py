@@ -297,7 +297,7 @@ def test_a_deadline_ends_a_request_in_any_state(state: str, seed: int) -> None:
         "running": lambda: victim.running,
         "in flight": lambda: victim.pending > 0,
         "preempted": lambda: victim.preemptions > 0 and not victim.running,
-        "set aside": lambda: victim in scheduler._deferred,
+        "set aside": lambda: victim in scheduler._door.deferred,
         "asked for": lambda: victim.request_id in scheduler._courted and scheduler._asked is not None,
     }
     step_until(core, reached[state])

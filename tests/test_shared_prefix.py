@@ -18,7 +18,7 @@ from scheduling import (
 )
 from support import Core, expected_output
 
-from cuelight.actors.scheduler.actor import DEFERRED_MAX
+from cuelight.actors.scheduler.deferred import DEFERRED_MAX
 from cuelight.messages.cache import Admission
 from cuelight.messages.request import FinishReason, Sampling, Service
 
@@ -191,7 +191,7 @@ def test_who_is_set_aside_is_tried_twice_and_not_at_every_chunk(monkeypatch: pyt
     core = Core(1, device=WatchedDevice(400, 4), token_budget=8, running_max=16, long_prefill_tokens=4)
     prefix = list(range(2000, 2200))
     asked: list[int] = []
-    step_until(core, lambda: scheduler_of(core)._ready and not core.stage._queues["cache"])
+    step_until(core, lambda: scheduler_of(core)._pool and not core.stage._queues["cache"])
     tables = tables_of(core)
     sound = tables.is_being_computed
 
@@ -212,7 +212,7 @@ def test_more_than_can_be_set_aside_still_all_end() -> None:
         if not core.stage.step():
             break
     outputs_are_right(core, range(DEFERRED_MAX + 100), Sampling(max_tokens=1))
-    assert not scheduler_of(core)._deferred
+    assert not scheduler_of(core)._door.deferred
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -248,4 +248,4 @@ def test_the_same_prompt_many_times_is_computed_once_but_for_its_last_block() ->
         core.admit(request_id, PREFIX, Sampling(max_tokens=1))
     finish(core)
     assert device.computed() == 40 + 9 * 4, "one token at least is left to compute, so the last block is"
-    assert not scheduler_of(core)._deferred
+    assert not scheduler_of(core)._door.deferred

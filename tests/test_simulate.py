@@ -136,7 +136,7 @@ def _breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     ("plant", "complaint"),
     [
         (_confuses_tokens, r"request \d+ gets \["),
-        (_keeps_blocks, "blocks are held at rest|never ends|crashed"),
+        (_keeps_blocks, "blocks are held at rest|never ends|crashed|does not fit"),
         (_ends_twice, "ends twice"),
         (_forgets_prompts, "never ends"),
         (_computes_nonsense, r"request \d+ gets \["),

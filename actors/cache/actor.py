@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import assert_never
 
 from cuelight.actors.cache.pool import BlockPool
@@ -9,9 +10,9 @@ from cuelight.actors.cache.tables import Tables
 from cuelight.kernel import Actor, get_logger
 from cuelight.messages import scheduler
 from cuelight.messages.address import Address
-from cuelight.messages.cache import CacheMessage, Release, Reserve, Reset
+from cuelight.messages.cache import CacheMessage, ForgetPrefixes, Release, Reserve, Reset
 from cuelight.messages.observer import BlockFigures
-from cuelight.messages.request import RequestId
+from cuelight.messages.request import Copying, RequestId
 
 _log = get_logger("cuelight.cache")
 
@@ -24,6 +25,9 @@ class CacheManager(Actor[CacheMessage]):
         self._watermark_fraction = watermark_fraction
         self._tables = Tables(BlockPool(1), 1, watermark_fraction)
         self._evictions_before = 0
+        self._tokens_looked_up = 0
+        self._tokens_found = 0
+        self._copied: Counter[Copying] = Counter()
         self._told = BlockFigures()
 
     def handle(self, message: CacheMessage) -> None:
@@ -35,6 +39,8 @@ class CacheManager(Actor[CacheMessage]):
                     self._tables.release(filled)
             case Reset():
                 self._reset(message)
+            case ForgetPrefixes():
+                self._tables.forget_prefixes()
             case _:
                 assert_never(message)
         figures = self._figures()
@@ -58,7 +64,10 @@ class CacheManager(Actor[CacheMessage]):
             self._admit(message, grants, refused, deferred)
         if refused:
             _log.debug("blocks refused", request_ids=refused, blocks_free=self._tables.pool.free_count)
-        message.reply_to.tell(scheduler.Granted(tuple(grants), tuple(refused), tuple(deferred)))
+        copies = self._tables.take_copies()
+        for batch in copies:
+            self._copied[batch.copying] += len(batch.sources)
+        message.reply_to.tell(scheduler.Granted(tuple(grants), tuple(refused), tuple(deferred), copies))
 
     def _admit(
         self,
@@ -79,17 +88,34 @@ class CacheManager(Actor[CacheMessage]):
                 refused.append(admission.request_id)
                 return
             grants.append(grant)
+            self._tokens_looked_up += len(admission.token_ids)
+            self._tokens_found += grant.cached_tokens
             budget -= min(budget, len(admission.token_ids) - grant.cached_tokens)
 
     def _reset(self, message: Reset) -> None:
         self._evictions_before += self._tables.pool.evictions
-        self._tables = Tables(BlockPool(message.block_count), message.block_size, self._watermark_fraction)
+        pool = BlockPool(message.block_count)
+        self._tables = Tables(pool, message.block_size, self._watermark_fraction, message.host)
+        if message.host.block_count > self._tables.host.total:
+            _log.info(
+                "host_memory_unused",
+                why="a block takes longer to move than to compute",
+                move_seconds=message.host.move_seconds,
+                recompute_seconds=message.block_size * message.host.recompute_seconds,
+            )
 
     def _figures(self) -> BlockFigures:
-        pool = self._tables.pool
+        pool, host = self._tables.pool, self._tables.host
         return BlockFigures(
             blocks_total=pool.total,
             blocks_free=pool.free_count,
             blocks_cached=pool.indexed_count,
             evictions=self._evictions_before + pool.evictions,
+            tokens_looked_up=self._tokens_looked_up,
+            tokens_found=self._tokens_found,
+            host_blocks_total=host.total,
+            host_blocks_used=host.used_count,
+            blocks_saved=self._copied[Copying.SAVE],
+            blocks_loaded=self._copied[Copying.LOAD],
+            blocks_forked=self._copied[Copying.FORK],
         )

@@ -36,9 +36,18 @@ class Chain:
     def extend(self, token_ids: Iterable[int]) -> None:
         self._token_ids.extend(token_ids)
 
-    def spells(self, token_ids: tuple[int, ...]) -> bool:
-        """Whether the sequence is exactly `token_ids`."""
-        return len(token_ids) == len(self._token_ids) and self._token_ids == list(token_ids)
+    def spells(self, token_ids: tuple[int, ...], salt: bytes = b"") -> bool:
+        """Whether the sequence is exactly `token_ids`, with this salt."""
+        return salt == self._salt and len(token_ids) == len(self._token_ids) and self._token_ids == list(token_ids)
+
+    def agrees(self, other: Chain, token_count: int) -> bool:
+        """Whether both begin with the same `token_count` tokens, and have the same salt."""
+        if token_count > min(len(self), len(other)) or self._salt != other._salt:
+            return False
+        full_blocks, rest = divmod(token_count, self._block_size)
+        if full_blocks and self.digest(full_blocks - 1) != other.digest(full_blocks - 1):
+            return False
+        return self._token_ids[token_count - rest : token_count] == other._token_ids[token_count - rest : token_count]
 
     def digest(self, block_index: int) -> bytes:
         """The digest of a full block, 32 bytes."""

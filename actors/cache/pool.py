@@ -6,7 +6,7 @@ Knows block ids and digests; nothing of requests, tokens or tensors.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 NULL_BLOCK = 0
 """Never pooled and never granted: padding on the device points at it."""
@@ -20,8 +20,8 @@ class BlockPool:
 
         spare (last returned first)  │  never used (ascending)  │  indexed (longest free first)
 
-    An indexed block loses its digest only when taken and a free block never gains one, so the three parts never mix,
-    only the third is ever entered in the middle, and a new pool costs nothing per block.
+    An indexed block loses its digest only when taken, or with all others at once, and a free block never gains one, so
+    the three parts never mix, only the third is ever entered in the middle, and a new pool costs nothing per block.
     """
 
     def __init__(self, block_count: int) -> None:
@@ -67,12 +67,15 @@ class BlockPool:
                 del self._indexed_free[block]
             self._holders[block] += 1
 
-    def take(self, block_count: int) -> list[int]:
-        """Free blocks for one table to hold; the prefixes they still held are gone."""
-        assert block_count <= self.free_count, f"{block_count} blocks asked of {self.free_count} free ones"
-        return [self._take_one() for _ in range(block_count)]
+    def take(self, block_count: int, evicted: Callable[[int, bytes], None] | None = None) -> list[int]:
+        """Free blocks for one table to hold; the prefixes they still held are gone.
 
-    def _take_one(self) -> int:
+        `evicted` hears which block held which of them, in this order, before anything is written to it.
+        """
+        assert block_count <= self.free_count, f"{block_count} blocks asked of {self.free_count} free ones"
+        return [self._take_one(evicted) for _ in range(block_count)]
+
+    def _take_one(self, evicted: Callable[[int, bytes], None] | None) -> int:
         if self._spare:
             block = self._spare.pop()
             self._holders[block] = 1
@@ -82,16 +85,26 @@ class BlockPool:
             self._digests.append(None)
         else:
             block, _ = self._indexed_free.popitem(last=False)
-            self._forget(block)
+            digest = self._evict(block)
+            if evicted is not None:
+                evicted(block, digest)
             self._holders[block] = 1
         return block
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> bytes:
         digest = self._digests[block]
         assert digest is not None, f"block {block} is among the indexed ones and has no digest"
         del self._index[digest]
         self._digests[block] = None
         self.evictions += 1
+        return digest
+
+    def forget(self) -> None:
+        """No lookup finds a block any more. Held blocks stay held, and free ones have nothing left to lose."""
+        self._spare.extend(reversed(self._indexed_free))
+        self._indexed_free.clear()
+        self._index.clear()
+        self._digests = [None] * len(self._digests)
 
     def index(self, block: int, digest: bytes) -> None:
         """Let lookups find this held block, unless they already find another one with the same contents.

@@ -9,10 +9,12 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from cuelight.actors.cache.copies import Copies
 from cuelight.actors.cache.hashing import Chain
+from cuelight.actors.cache.host import HostSlots
 from cuelight.actors.cache.pool import BlockPool
 from cuelight.messages.cache import Admission, Filled, Growth
-from cuelight.messages.request import RequestId
+from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId
 from cuelight.messages.scheduler import Grant
 
 REFUSED_CHAINS_MAX = 16
@@ -26,19 +28,31 @@ class _Table:
     computed_tokens: int
     full_blocks: int
     """So many leading blocks are full and computed; each of them is in the index or the duplicate of one that was."""
+    is_private: bool = False
+    """Prefixes were forgotten since it was admitted: nobody is to find its blocks, nor what it computes from them."""
 
 
 class Tables:
     """The tables of all requests that hold blocks, over one pool of blocks of `block_size` tokens.
 
     `watermark_fraction` of the pool, rounded up, stays free after an admission, so that running requests can grow;
-    a request alone in the pool may use all of it.
+    a request alone in the pool may use all of it. Prefix blocks that are evicted go to `host` memory, if moving one
+    takes less time than computing it again.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, watermark_fraction: float) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        watermark_fraction: float,
+        host: HostTier = HostTier(),  # noqa: B008  # frozen
+    ) -> None:
         assert block_size >= 1, "a block holds at least one token"
         assert 0.0 <= watermark_fraction < 1.0, "the watermark is a fraction of the pool"
         self.pool = pool
+        moving_pays = host.move_seconds < block_size * host.recompute_seconds
+        self.host = HostSlots(host.block_count if moving_pays else 0)
+        self._copies = Copies()
         self._block_size = block_size
         self._watermark_blocks = math.ceil(watermark_fraction * pool.total)
         self._tables: dict[RequestId, _Table] = {}
@@ -50,14 +64,23 @@ class Tables:
     def is_being_computed(self, admission: Admission) -> bool:
         """Whether the first block that this request would have to compute is one that a running request computes now.
 
-        Then it had better wait: computing the same block itself, beside the other one, would take both longer.
+        Then it had better wait: computing the same block itself, beside the other one, would take both longer. It also
+        waits for single tokens of the request whose other sample it is.
         """
-        if not self._promised:
+        leader = self._leader(admission)
+        if not self._promised and leader is None:
             return False
-        chain = self._chain(admission.request_id, admission.token_ids)
+        chain = self._chain(admission)
         self._remember(admission.request_id, chain)
         next_block = len(self._find_prefix(chain))
-        return next_block < self._shareable(chain) and chain.digest(next_block) in self._promised
+        if next_block < self._shareable(chain) and chain.digest(next_block) in self._promised:
+            return True
+        if leader is None:
+            return False
+        # One that is not as far as the hits are has other things to compute first.
+        next_token = leader.computed_tokens
+        is_useful = next_block * self._block_size <= next_token < len(chain) - 1
+        return is_useful and chain.agrees(leader.chain, next_token + 1)
 
     def admit(self, admission: Admission) -> Grant | None:
         """Hold blocks for all tokens, cached ones first; None if they do not all fit, and then nothing has changed.
@@ -67,20 +90,22 @@ class Tables:
         request_id, token_ids = admission.request_id, admission.token_ids
         assert request_id not in self._tables, f"request {request_id} is admitted twice"
         assert token_ids, f"request {request_id} has no tokens"
-        chain = self._chain(request_id, token_ids)
+        chain = self._chain(admission)
         hits = self._find_prefix(chain)
-        new_count = self._blocks_for(len(token_ids)) - len(hits)
-        # A hit that nobody holds is one of the free blocks, and is not free any more once taken.
-        needed = new_count + sum(not self.pool.is_held(block) for block in hits)
+        block_count = self._blocks_for(len(token_ids))
+        # A hit that nobody holds is one of the free blocks, and is not free any more once taken; one in host memory
+        # needs a free block to come back to.
+        needed = block_count - sum(block is not None and self.pool.is_held(block) for block in hits)
         if needed + (self._watermark_blocks if self._tables else 0) > self.pool.free_count:
             self._remember(request_id, chain)
             return None
-        # The hits first: taking new blocks could evict them.
-        self.pool.touch(hits)
-        blocks = hits + self.pool.take(new_count)
+        blocks = self._hold(chain, hits, block_count)
         cached_tokens = len(hits) * self._block_size
-        self._tables[request_id] = _Table(chain, blocks, cached_tokens, len(hits))
-        for i in range(len(hits), len(chain) // self._block_size):
+        cached_tokens += self._fork(self._leader(admission), chain, blocks, cached_tokens)
+        table = _Table(chain, blocks, cached_tokens, cached_tokens // self._block_size)
+        self._tables[request_id] = table
+        self._index(table, len(hits))
+        for i in range(table.full_blocks, len(chain) // self._block_size):
             self._promised.setdefault(chain.digest(i), request_id)
         return Grant(request_id, tuple(blocks), cached_tokens, len(blocks) * self._block_size)
 
@@ -91,7 +116,7 @@ class Tables:
         missing = max(0, self._blocks_for(growth.token_count) - len(table.blocks))
         if missing > self.pool.free_count:
             return None
-        blocks = self.pool.take(missing)
+        blocks = self.pool.take(missing, self._save)
         table.blocks += blocks
         return Grant(growth.request_id, tuple(blocks), 0, len(table.blocks) * self._block_size)
 
@@ -114,10 +139,23 @@ class Tables:
         self._index(table, 0)
         self.pool.give_back(reversed(table.blocks))
 
+    def forget_prefixes(self) -> None:
+        """Nobody finds from now on what was computed before, nor what is computed from it. Every table stays."""
+        self.pool.forget()
+        self.host.forget()
+        self._promised.clear()
+        for table in self._tables.values():
+            table.is_private = True
+
+    def take_copies(self) -> tuple[BlockCopies, ...]:
+        """What to copy, in order, before anything is written to the blocks that were granted since the last time."""
+        return self._copies.take()
+
     def check(self) -> None:
         """Walk all tables and the whole pool, and assert that they agree. Costs time proportional to the pool."""
         entries = Counter(block for table in self._tables.values() for block in table.blocks)
         self.pool.check(entries)
+        self.host.check()
         for request_id, table in self._tables.items():
             assert table.full_blocks * self._block_size <= table.computed_tokens, f"{request_id}: full before computed"
             assert table.computed_tokens <= len(table.chain), f"{request_id}: more computed than known"
@@ -126,9 +164,11 @@ class Tables:
                     assert entries[block] == 1, f"block {block} is shared and not full"
                     assert not self.pool.is_indexed(block), f"block {block} is indexed and not full"
                 elif self.pool.is_indexed(block):
+                    assert not table.is_private, f"block {block} is indexed and was to be forgotten"
                     assert self.pool.find(table.chain.digest(i)) == block, f"block {block} has a wrong digest"
         for digest, request_id in self._promised.items():
             table = self._tables[request_id]
+            assert not table.is_private, f"{request_id} promised what nobody is to find"
             blocks = range(table.full_blocks, len(table.chain) // self._block_size)
             assert digest in {table.chain.digest(i) for i in blocks}, f"{request_id} promised what it has or never will"
         assert len(self._refused) <= REFUSED_CHAINS_MAX, "too many refused chains are kept"
@@ -153,25 +193,76 @@ class Tables:
             del self._promised[digest]
 
     def _index(self, table: _Table, first: int) -> None:
+        if table.is_private:
+            return
         for i in range(first, table.full_blocks):
             if not self.pool.is_indexed(table.blocks[i]):
                 self.pool.index(table.blocks[i], table.chain.digest(i))
 
-    def _chain(self, request_id: RequestId, token_ids: tuple[int, ...]) -> Chain:
-        kept = self._refused.pop(request_id, None)
+    def _hold(self, chain: Chain, hits: list[int | None], block_count: int) -> list[int]:
+        """The blocks of a new table, hits first; what is in host memory is loaded, and can be found at once."""
+        # The hits first: taking new blocks could evict them, or save others over them in host memory.
+        self.pool.touch(block for block in hits if block is not None)
+        missing = [chain.digest(i) for i, block in enumerate(hits) if block is None]
+        pinned = self.host.pin(reversed(missing))
+        fresh = self.pool.take(block_count - len(hits) + len(missing), self._save)
+        self.host.unpin(pinned)
+        for digest, block in zip(missing, fresh, strict=False):
+            self._copies.add(Copying.LOAD, pinned[digest], block)
+            self.pool.index(block, digest)
+        rest = iter(fresh)
+        return [next(rest) if block is None else block for block in hits] + list(rest)
+
+    def _save(self, block: int, digest: bytes) -> None:
+        """Keep in host memory what a block held that is about to be written to."""
+        if digest in self.host:
+            self.host.touch(digest)
+        elif (slot := self.host.keep(digest)) is not None:
+            self._copies.add(Copying.SAVE, block, slot)
+
+    def _fork(self, source: _Table | None, chain: Chain, blocks: list[int], start: int) -> int:
+        """Copy the block at `start` from the other sample's table; how many of its tokens need not be computed.
+
+        Both write to it from there on, so it is copied before that rather than shared until then.
+        """
+        if source is None:
+            return 0
+        # One block at most, and one token is left to compute (rule 22).
+        end = min(source.computed_tokens, len(chain) - 1, start + self._block_size)
+        while end > start and not chain.agrees(source.chain, end):
+            end -= 1
+        if end <= start:
+            return 0
+        block = start // self._block_size
+        self._copies.add(Copying.FORK, source.blocks[block], blocks[block])
+        return end - start
+
+    def _leader(self, admission: Admission) -> _Table | None:
+        """The table of the request whose other sample this one is, if its contents can be used."""
+        if admission.like is None:
+            return None
+        table = self._tables.get(admission.like)
+        return None if table is None or table.is_private else table
+
+    def _chain(self, admission: Admission) -> Chain:
+        kept = self._refused.pop(admission.request_id, None)
         # A preempted request may have gained tokens since it was refused.
-        return kept if kept is not None and kept.spells(token_ids) else Chain(token_ids, self._block_size)
+        if kept is not None and kept.spells(admission.token_ids, admission.salt):
+            return kept
+        return Chain(admission.token_ids, self._block_size, admission.salt)
 
     def _remember(self, request_id: RequestId, chain: Chain) -> None:
         self._refused[request_id] = chain
         if len(self._refused) > REFUSED_CHAINS_MAX:
             del self._refused[next(iter(self._refused))]
 
-    def _find_prefix(self, chain: Chain) -> list[int]:
-        hits: list[int] = []
+    def _find_prefix(self, chain: Chain) -> list[int | None]:
+        """The blocks that hold the beginning of this sequence; None for one that is only in host memory."""
+        hits: list[int | None] = []
         for i in range(self._shareable(chain)):
-            block = self.pool.find(chain.digest(i))
-            if block is None:
+            digest = chain.digest(i)
+            block = self.pool.find(digest)
+            if block is None and digest not in self.host:
                 break
             hits.append(block)
         return hits

@@ -114,7 +114,17 @@ def _end(stream: _Stream, ended: RequestEnded) -> None:
         reason = FinishReason.FAILED if stream.error else FinishReason.STOP
         usage = msgspec.structs.replace(usage, output_tokens=stream.position)
         error_text = stream.error
-    stream.client.tell(End(ended.request_id, reason, usage, ended.queued_seconds, ended.preemptions, error_text))
+    stream.client.tell(
+        End(
+            ended.request_id,
+            reason,
+            usage,
+            ended.queued_seconds,
+            ended.preemptions,
+            error_text,
+            ended.running_seconds,
+        )
+    )
 
 
 def _decode_error(request_id: RequestId, error: Exception) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, TypeAlias, TypeVar, assert_never
+from typing import Generic, Never, TypeAlias, TypeVar, assert_never
 
 import msgspec
 
@@ -14,6 +14,7 @@ from cuelight.kernel import Actor, Context, Worker, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.executor import ExecuteStep
 from cuelight.messages.observer import LoadFailed
+from cuelight.messages.request import HostTier
 from cuelight.messages.scheduler import ExecutorReady, StepDone, StepFailed
 
 B = TypeVar("B")
@@ -26,6 +27,7 @@ class _Loaded(msgspec.Struct, frozen=True, tag=True):
 
     block_count: int
     block_size: int
+    host: HostTier = HostTier()
 
 
 class _LoadFailed(msgspec.Struct, frozen=True, tag=True):
@@ -69,8 +71,9 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         self._preparing: Worker[ExecutorInbox] = context.worker("prepare")
         self._running: Worker[ExecutorInbox] = context.worker("device")
         self._device: Device[B] | None = None
-        self._batches: deque[B] = deque()
+        self._prepared: deque[Callable[[], StepDone]] = deque()
         self._void_epoch = -1
+        self._copying = False  # and still true after a copy that failed
 
     def started(self) -> None:
         self._running.submit(self._load_device, done=lambda loaded: loaded, failed=_load_failure)
@@ -91,8 +94,8 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
                 )
             case _Ended(reply_to, outcome):
                 reply_to.tell(outcome)
-            case _Loaded(block_count, block_size):
-                self._scheduler.tell(ExecutorReady(block_count, block_size))
+            case _Loaded(block_count, block_size, host):
+                self._scheduler.tell(ExecutorReady(block_count, block_size, host))
             case _LoadFailed(error):
                 self._observer.tell(LoadFailed(error))
             case _:
@@ -101,30 +104,48 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
     def _load_device(self) -> _Loaded:
         """On the device thread."""
         device = self._device = self._load()
-        return _Loaded(device.block_count, device.block_size)
+        host = device.host
+        log.info(
+            "device_loaded",
+            block_count=device.block_count,
+            block_size=device.block_size,
+            host_block_count=host.block_count,
+            move_seconds=host.move_seconds,
+            recompute_seconds=host.recompute_seconds,
+        )
+        return _Loaded(device.block_count, device.block_size, host)
 
     def _prepare(self, step: ExecuteStep) -> None:
-        """On the thread beside it."""
+        """On the thread beside it. A step that cannot be prepared fails when its turn comes: its copies are due too."""
         assert self._device is not None, "no step is sent before ExecutorReady"
-        self._batches.append(self._device.prepare(step))
+        try:
+            batch = self._device.prepare(step)
+        except BaseException as error:
+            self._prepared.append(partial(_raise, error))
+        else:
+            self._prepared.append(partial(self._device.run, batch))
 
     def _run(self, step: ExecuteStep) -> StepDone | StepFailed:
-        """On the device thread. After a failed step the rest of its epoch stands on sand and is not run."""
+        """On the device thread. After a failed step the rest of its epoch stands on sand, and only copies blocks."""
         assert self._device is not None
-        batch = self._batches.popleft()
+        run = self._prepared.popleft()
+        self._copying = True
+        for copies in step.copies:
+            self._device.copy(copies)
+        self._copying = False
         if step.epoch == self._void_epoch:
             return StepFailed(step.epoch, step.step, "an earlier step of this epoch failed")
-        try:
-            return self._device.run(batch)
-        except Exception:
-            self._void_epoch = step.epoch
-            raise
+        return run()
 
     def _failure(self, step: ExecuteStep, error: Exception) -> _Ended:
-        """On the thread that failed."""
+        """On the device thread."""
         self._void_epoch = step.epoch
-        log.error("step_raised", epoch=step.epoch, step=step.step, exc_info=error)
-        return _Ended(step.reply_to, StepFailed(step.epoch, step.step, repr(error)))
+        log.error("step_raised", epoch=step.epoch, step=step.step, copying=self._copying, exc_info=error)
+        return _Ended(step.reply_to, StepFailed(step.epoch, step.step, repr(error), contents_lost=self._copying))
+
+
+def _raise(error: BaseException) -> Never:
+    raise error
 
 
 def _load_failure(error: Exception) -> _LoadFailed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import assert_never
+
 import torch
 
 from cuelight.actors.executor.batch import Batch, Rows
@@ -9,7 +11,7 @@ from cuelight.actors.executor.model.attention import PagedAttention, attending
 from cuelight.actors.executor.model.loading import LoadedModel
 from cuelight.actors.executor.model.sampling import sample
 from cuelight.messages.executor import ExecuteStep
-from cuelight.messages.request import RequestId
+from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId
 from cuelight.messages.scheduler import StepDone
 
 
@@ -34,9 +36,30 @@ class ModelRunner:
         """Token slots per block."""
         return self._loaded.pool.block_size
 
+    @property
+    def host(self) -> HostTier:
+        """Host memory for blocks that leave the pool, and what its use costs."""
+        return self._loaded.host_tier
+
     def prepare(self, step: ExecuteStep) -> Batch:
         """Lay out one step on the host."""
         return self._rows.prepare(step)
+
+    @torch.inference_mode()
+    def copy(self, copies: BlockCopies) -> None:
+        """Copy whole blocks. On CUDA this queues the copies, and what is computed later waits for them there."""
+        pool, host = self._loaded.pool, self._loaded.host
+        if copies.copying is Copying.FORK:
+            pool.fork(copies.sources, copies.targets)
+            return
+        assert host is not None, "blocks are moved only where there is memory for them"
+        match copies.copying:
+            case Copying.SAVE:
+                host.save(copies.sources, copies.targets)
+            case Copying.LOAD:
+                host.load(copies.sources, copies.targets)
+            case _:
+                assert_never(copies.copying)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepDone:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 from cuelight.messages.executor import ExecuteStep, Row
-from cuelight.messages.request import RequestId
+from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId
 from cuelight.messages.scheduler import StepDone
 
 
@@ -31,20 +32,31 @@ def hashed_token(token_ids: Sequence[int], vocab_size: int) -> int:
     return int.from_bytes(digest, "little") % vocab_size
 
 
+def stub_host(block_count: int) -> HostTier:
+    """Host memory of so many blocks, in which it always pays to keep them: moving costs nothing."""
+    return HostTier(block_count, move_seconds=0.0, recompute_seconds=1.0) if block_count else HostTier()
+
+
 class StubDevice:
-    """Keeps the tokens that each KV slot would stand for, so a wrong block table gives wrong tokens.
+    """Keeps the tokens that each KV slot would stand for, so a wrong block table or copy gives wrong tokens.
 
     The next token is `next_token(all tokens read back through the block table)`: the slots are written chunk by chunk,
     shared through the prefix cache and reused, exactly as K/V would be.
     """
 
     def __init__(
-        self, block_count: int, block_size: int, next_token: Callable[[Sequence[int]], int] | None = None
+        self,
+        block_count: int,
+        block_size: int,
+        next_token: Callable[[Sequence[int]], int] | None = None,
+        host: HostTier = HostTier(),  # noqa: B008  # frozen
     ) -> None:
         self.block_count = block_count
         self.block_size = block_size
+        self.host = host
         self._next_token = next_token or (lambda token_ids: hashed_token(token_ids, 1000))
         self._slots: list[int | None] = [None] * (block_count * block_size)
+        self._host_slots: list[int | None] = [None] * (host.block_count * block_size)
         self._rows: dict[RequestId, _StubRow] = {}
         self._epoch = 0
         self.steps = 0
@@ -52,6 +64,30 @@ class StubDevice:
     def prepare(self, step: ExecuteStep) -> StubBatch:
         """Nothing to lay out: rows change in `run`, in the same order."""
         return StubBatch(step)
+
+    def copy(self, copies: BlockCopies) -> None:
+        """Copy what the slots of whole blocks hold."""
+        match copies.copying:
+            case Copying.SAVE:
+                self._copy(copies, self._slots, self._host_slots)
+            case Copying.LOAD:
+                self._copy(copies, self._host_slots, self._slots)
+            case Copying.FORK:
+                assert not set(copies.sources) & set(copies.targets), "no block is both a source and a target"
+                self._copy(copies, self._slots, self._slots)
+            case _:
+                assert_never(copies.copying)
+
+    def _copy(self, copies: BlockCopies, read: list[int | None], written: list[int | None]) -> None:
+        assert len(set(copies.targets)) == len(copies.targets), "a block takes one copy"
+        for source, target in zip(copies.sources, copies.targets, strict=True):
+            written[self._block(target, written)] = read[self._block(source, read)]
+
+    def _block(self, block_id: int, slots: list[int | None]) -> slice:
+        assert block_id != 0 or slots is self._host_slots, "the null block belongs to nobody"
+        start = block_id * self.block_size
+        assert 0 <= start < len(slots), "the block exists"
+        return slice(start, start + self.block_size)
 
     def run(self, batch: StubBatch) -> StepDone:
         """Write each chunk's tokens into its slots and sample where a chunk reaches the end of its row."""

@@ -6,7 +6,7 @@ Knows nothing of blocks, tensors or output text.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import Final, Protocol, TypeAlias, assert_never
@@ -45,13 +45,14 @@ class Encoder(Protocol):
 class Limits:
     """`context_length` counts tokens, prompt and output together; `queue_limit` counts live requests.
 
-    `tenants` are those whose requests are accepted; None is any.
+    `tenants` are those whose requests are accepted; None is any. Isolated tenants share no prefixes.
     """
 
     vocab_size: int
     context_length: int
     queue_limit: int
     tenants: tuple[str, ...] | None = None
+    isolate_tenants: bool = False
 
 
 class _Encoded(msgspec.Struct, frozen=True, tag=True):
@@ -89,6 +90,9 @@ class _Live:
     stage: _Stage = _Stage.ENCODING
     token_ids: tuple[int, ...] = ()
     cancelled: bool = False
+    like: RequestId | None = None
+    samples: list[RequestId] = field(default_factory=list)
+    """Other requests with the same prompt, which wait until it has become tokens."""
 
 
 class Intake(Actor[IntakeInbox]):
@@ -159,8 +163,15 @@ class Intake(Actor[IntakeInbox]):
         except Refused as refused:
             _reject(submit.reply_to, request_id, refused)
             return
-        self._ledger[request_id] = _Live(submit.reply_to, sampling, service, self._clock.now())
-        self._encode(request_id, prompt)
+        live = _Live(submit.reply_to, sampling, service, self._clock.now(), like=submit.like)
+        self._ledger[request_id] = live
+        first = None if live.like is None else self._ledger.get(live.like)
+        if first is not None and first.stage is _Stage.ENCODING:
+            first.samples.append(request_id)
+        elif first is not None and first.token_ids:
+            self._encoded(request_id, first.token_ids)
+        else:
+            self._encode(request_id, prompt)
 
     def _check_room(self) -> None:
         if not self._token_capacity:
@@ -200,6 +211,8 @@ class Intake(Actor[IntakeInbox]):
         self._detokenizer.tell(
             Open(request_id, sampling.stop, sampling.min_tokens, client=live.client, reply_to=self._self)
         )
+        for sample in live.samples:
+            self._encoded(sample, token_ids)
 
     def _check_length(self, prompt_tokens: int) -> None:
         """Rule 10: what can never fit, with one token of output, is refused here and does not wait."""
@@ -230,11 +243,19 @@ class Intake(Actor[IntakeInbox]):
                 live.token_ids,
                 self._settled(live.sampling),
                 self._token_limit,
-                live.service,
+                self._isolated(live.service),
                 live.submitted_at,
+                live.like,
             )
         )
         live.token_ids = ()  # the scheduler's from here on
+
+    def _isolated(self, service: Service) -> Service:
+        """The same service with a salt that no other tenant can have, where tenants are isolated."""
+        if not self._limits.isolate_tenants:
+            return service
+        salt = f"{len(service.tenant)} {service.tenant} {service.cache_salt}"
+        return msgspec.structs.replace(service, cache_salt=salt)
 
     def _settled(self, sampling: Sampling) -> Sampling:
         """The same sampling with a seed, and without numbers beyond what they can mean here."""
@@ -257,7 +278,10 @@ class Intake(Actor[IntakeInbox]):
             self._scheduler.tell(Abort(request_id))
 
     def _refuse(self, request_id: RequestId, refused: Refused) -> None:
-        _reject(self._ledger.pop(request_id).client, request_id, refused)
+        live = self._ledger.pop(request_id)
+        _reject(live.client, request_id, refused)
+        for sample in live.samples:  # they have the same prompt
+            self._refuse(sample, refused)
 
 
 def _encode_failed(request_id: RequestId, error: Exception) -> _EncodeFailed:

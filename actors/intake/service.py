@@ -1,4 +1,4 @@
-"""How a request may ask to be served: its tenant, priority and deadlines, their types and ranges."""
+"""How a request may ask to be served: tenant, priority, deadlines and cache salt, their types and ranges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cuelight.actors.intake.refusal import Refused, kind, number
 from cuelight.messages.request import Refusal, Service
 
 SERVICE_OPTIONS: Final = Service.__struct_fields__
-TENANT_CHARS_MAX: Final = 256
+NAME_CHARS_MAX: Final = 256
 PRIORITY_MAX: Final = 1_000_000
 
 _DEFAULTS: Final = msgspec.structs.asdict(Service())
@@ -22,22 +22,14 @@ _DEFAULTS: Final = msgspec.structs.asdict(Service())
 def parse_service(options: Mapping[str, object]) -> Service:
     """Turn options by name, all of them `SERVICE_OPTIONS`, into a valid service. Raises `Refused`."""
     fields = {**_DEFAULTS, **options}
-    tenant = fields["tenant"]
-    if not isinstance(tenant, str):
-        _wrong_type("tenant", "a name", tenant)
-    if len(tenant) > TENANT_CHARS_MAX:
-        _refuse(f"tenant has {len(tenant)} characters; there can be {TENANT_CHARS_MAX}")
-    try:
-        tenant.encode()
-    except UnicodeEncodeError:
-        _refuse(f"tenant {tenant!r} has a lone surrogate, which no encoding of text allows")
+    tenant, cache_salt = _name(fields, "tenant"), _name(fields, "cache_salt")
     priority = fields["priority"]
     if isinstance(priority, bool) or not isinstance(priority, Integral):
         _wrong_type("priority", "an integer", priority)
     level = int(priority)
     if abs(level) > PRIORITY_MAX:
         _refuse(f"priority is {number(level)}; it must be within {PRIORITY_MAX} of 0")
-    return Service(str(tenant), level, _seconds(fields, "queue_seconds"), _seconds(fields, "deadline_seconds"))
+    return Service(tenant, level, _seconds(fields, "queue_seconds"), _seconds(fields, "deadline_seconds"), cache_salt)
 
 
 def check_service(service: Service, tenants: Container[str] | None) -> Service:
@@ -46,6 +38,19 @@ def check_service(service: Service, tenants: Container[str] | None) -> Service:
     if tenants is not None and service.tenant not in tenants:
         raise Refused(Refusal.UNKNOWN_TENANT, f"{service.tenant!r} is no tenant here; say which with tenant=...")
     return service
+
+
+def _name(fields: Mapping[str, object], name: str) -> str:
+    value = fields[name]
+    if not isinstance(value, str):
+        _wrong_type(name, "a name", value)
+    if len(value) > NAME_CHARS_MAX:
+        _refuse(f"{name} has {len(value)} characters; there can be {NAME_CHARS_MAX}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        _refuse(f"{name} {value!r} has a lone surrogate, which no encoding of text allows")
+    return str(value)
 
 
 def _seconds(fields: Mapping[str, object], name: str) -> float | None:

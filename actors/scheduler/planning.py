@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from cuelight.actors.scheduler.tracked import Tracked
@@ -13,6 +14,20 @@ Planned: TypeAlias = tuple[Tracked, int, int]
 
 A bare tuple: one is made for each request in each step, and a named one costs a multiple.
 """
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`token_budget` tokens a step, `running_max` requests with blocks, `steps_in_flight` steps at the executor.
+
+    While others could use the budget, a prompt gets at most `long_prefill_tokens` of a step.
+    """
+
+    token_budget: int
+    running_max: int
+    steps_in_flight: int = 2
+    long_prefill_tokens: int = 2**63
+    admissions_tried_max: int = 64
 
 
 def plan_step(

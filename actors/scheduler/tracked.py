@@ -23,6 +23,7 @@ class Tracked:
 
     __slots__ = (
         "_admission",
+        "admitted_at",
         "arrived_at",
         "block_ids",
         "cached_tokens",
@@ -31,6 +32,7 @@ class Tracked:
         "deadline",
         "in_batch",
         "incarnation",
+        "like",
         "number",
         "output_limit",
         "pending",
@@ -41,6 +43,8 @@ class Tracked:
         "queued_seconds",
         "request_id",
         "running",
+        "running_seconds",
+        "salt",
         "sampling",
         "scheduled",
         "service",
@@ -65,6 +69,10 @@ class Tracked:
         self.token_limit = len(token_ids) + self.output_limit
         assert self.output_limit > 0, "intake admits only what can produce a token"
         self.sampling = sampling
+        self.like = admit.like
+        self.salt = admit.service.cache_salt.encode()
+        self.admitted_at = 0.0
+        self.running_seconds = 0.0
         self.queued_seconds: float | None = None
         self.cached_tokens = 0
         self.preemptions = 0
@@ -101,7 +109,7 @@ class Tracked:
     def admission(self) -> Admission:
         """The request for blocks for everything known so far; built once while nothing changes."""
         if self._admission is None or len(self._admission.token_ids) != len(self.token_ids):
-            self._admission = Admission(self.request_id, tuple(self.token_ids))
+            self._admission = Admission(self.request_id, tuple(self.token_ids), self.salt, self.like)
         return self._admission
 
     def admit(self, cached_tokens: int, now: float) -> None:
@@ -110,6 +118,7 @@ class Tracked:
         self.scheduled = self.computed = cached_tokens
         self.told = self.prefill_tokens = len(self.token_ids)
         self._admission = None
+        self.admitted_at = now
         if self.queued_seconds is None:
             self.queued_seconds = now - self.arrived_at
             self.cached_tokens = cached_tokens
@@ -119,8 +128,14 @@ class Tracked:
         self.block_ids.extend(block_ids)
         self.capacity = token_capacity
 
-    def evict(self) -> None:
+    def stop_running(self, now: float) -> None:
+        """It runs no longer."""
+        self.running = False
+        self.running_seconds += now - self.admitted_at
+
+    def evict(self, now: float) -> None:
         """The blocks are gone; every known token will be computed again, tokens in flight still arrive."""
+        self.stop_running(now)
         self.incarnation += 1
         self._lose_blocks()
 

@@ -1,11 +1,11 @@
-"""Loads a transformers decoder and sizes its KV pool."""
+"""Loads a transformers decoder and sizes its KV pool, and its host memory for blocks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -14,10 +14,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from cuelight.actors.executor.batch import Batch, Sequence
+from cuelight.actors.executor.batch import Batch, Ints, Sequence
 from cuelight.actors.executor.model.attention import ATTENTION_NAME, PagedAttention, attending, register
+from cuelight.actors.executor.model.costs import TOKENS_MAX, measure
+from cuelight.actors.executor.model.host import HostPool
 from cuelight.actors.executor.model.linear import pack
 from cuelight.actors.executor.model.pool import KVPool
+from cuelight.messages.request import HostTier
 
 KV_BYTES_MAX_DEFAULT = 2 << 30
 MEMORY_SHARE_DEFAULT = 0.25
@@ -32,6 +35,7 @@ class LoadOptions:
     """Which model, in which precision, with how large a pool.
 
     `block_count` wins over `kv_cache_bytes`; with neither, the pool takes a quarter of the free memory, at most 2 GiB.
+    `host_kv_cache_bytes` wins over `host_block_count`. What the host's memory costs is measured by `now`, in seconds.
     """
 
     folder: Path
@@ -41,14 +45,19 @@ class LoadOptions:
     block_count: int | None
     kv_cache_bytes: int | None
     eos_token_ids: tuple[int, ...]
+    now: Callable[[], float]
+    host_block_count: int = 0
+    host_kv_cache_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its pool. `query_groups` query heads share each KV head."""
+    """A model with its pool, and host memory if it has some. `query_groups` query heads share each KV head."""
 
     model: PreTrainedModel
     pool: KVPool
+    host: HostPool | None
+    host_tier: HostTier
     query_groups: int
     dtype: torch.dtype
     device: torch.device
@@ -62,7 +71,7 @@ class LoadedModel:
 
 
 def load(options: LoadOptions) -> LoadedModel:
-    """Load weights, allocate the pool, and run one token through both.
+    """Load weights, allocate the pool, and run one token through both; measure what host memory costs, if it is used.
 
     Raises:
         CannotLoad: the folder, dtype, device or architecture cannot be served, or memory does not suffice.
@@ -76,9 +85,10 @@ def load(options: LoadOptions) -> LoadedModel:
     if device.type == "cpu" and dtype is torch.float32:
         pack(model)
     pool, query_groups = _pool(options, config, dtype, device)
-    loaded = LoadedModel(model, pool, query_groups, dtype, device, options.eos_token_ids)
+    host = _host(options, pool)
+    loaded = LoadedModel(model, pool, host, HostTier(), query_groups, dtype, device, options.eos_token_ids)
     _try(loaded)
-    return loaded
+    return loaded if host is None else replace(loaded, host_tier=_measured(loaded, host, config, options.now))
 
 
 def _read(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedConfig, PreTrainedModel]:
@@ -136,8 +146,10 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type == "meta":
+            raise CannotLoad(f"device {name!r} cannot be used: it has no memory, and computes nothing")
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise CannotLoad(f"device {name!r} cannot be used: {error}") from error
     return device
 
@@ -179,9 +191,28 @@ def _pool(
             dtype=dtype,
             device=device,
         )
-    except RuntimeError as error:  # includes torch.OutOfMemoryError
+    except (RuntimeError, TypeError) as error:  # torch.OutOfMemoryError, and numbers that torch cannot hold
         raise CannotLoad(f"no memory for a KV cache of {block_count * block_bytes} bytes: {error}") from error
     return pool, heads // kv_heads
+
+
+def _host(options: LoadOptions, pool: KVPool) -> HostPool | None:
+    tensors = (*pool.keys, *pool.values)
+    block_bytes = sum(tensor[0].nbytes for tensor in tensors)
+    block_count = options.host_block_count
+    if options.host_kv_cache_bytes is not None:
+        block_count = options.host_kv_cache_bytes // block_bytes
+        if block_count == 0:
+            raise CannotLoad(
+                f"{options.host_kv_cache_bytes} bytes of host memory hold no block: one takes {block_bytes} bytes"
+            )
+    if block_count == 0:
+        return None
+    try:
+        return HostPool(pool, block_count)
+    except (RuntimeError, TypeError) as error:
+        asked = block_count * block_bytes
+        raise CannotLoad(f"no memory for {asked} bytes of the KV cache on the host: {error}") from error
 
 
 def _budget(device: torch.device) -> int:
@@ -194,17 +225,36 @@ def _budget(device: torch.device) -> int:
 
 def _try(loaded: LoadedModel) -> None:
     """One token through the model, into the null block: what cannot be served shows now, not at the first request."""
-    zero = np.zeros(1, np.int64)
-    batch = Batch(0, 0, zero, zero.copy(), zero.copy(), zero.copy(), sequences=[Sequence(0, 1, 1, zero.copy())])
-    one = torch.zeros((1, 1), dtype=torch.int64, device=loaded.device)
-    attention = PagedAttention(loaded.pool, batch, loaded.query_groups, loaded.dtype, loaded.device)
-    try:
-        with torch.inference_mode(), attending(attention):
-            loaded.forward(one, one, one[0])
-    except Exception as error:
-        raise CannotLoad(f"this model does not run: {error}") from error
+    attention = _compute(loaded, 1, np.zeros(1, np.int64))
     if attention.layers_attended != len(loaded.pool.keys):
         name = type(loaded.model).__name__
         raise CannotLoad(f"only {attention.layers_attended} of {name}'s {len(loaded.pool.keys)} layers can be served")
     for tensor in (*loaded.pool.keys, *loaded.pool.values):
         tensor[0].zero_()
+
+
+def _measured(loaded: LoadedModel, host: HostPool, config: PreTrainedConfig, now: Callable[[], float]) -> HostTier:
+    pool = loaded.pool
+    context_length: int = getattr(config.get_text_config(), "max_position_embeddings", None) or TOKENS_MAX
+
+    def prefill(token_count: int) -> None:
+        _compute(loaded, token_count, np.arange(1, 1 + -(-token_count // pool.block_size)))
+
+    with torch.inference_mode():
+        return measure(pool, host, context_length, prefill, now)
+
+
+def _compute(loaded: LoadedModel, token_count: int, block_ids: Ints) -> PagedAttention:
+    """One row of so many tokens, from nothing to the logits of its last."""
+    positions, size = np.arange(token_count), loaded.pool.block_size
+    row = Sequence(0, token_count, token_count, block_ids)
+    blocks, offsets = block_ids[positions // size], positions % size
+    batch = Batch(0, 0, np.zeros(token_count, np.int64), positions, blocks, offsets, sequences=[row])
+    attention = PagedAttention(loaded.pool, batch, loaded.query_groups, loaded.dtype, loaded.device)
+    token_ids, where = (torch.from_numpy(array).to(loaded.device) for array in (batch.token_ids, positions))
+    try:
+        with torch.inference_mode(), attending(attention):
+            loaded.forward(token_ids[None], where[None], where[-1:])
+    except Exception as error:
+        raise CannotLoad(f"this model does not run: {error}") from error
+    return attention

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -45,10 +47,24 @@ class KVPool:
         """Bytes of one block over all layers, keys and values together."""
         return 2 * layers * block_size * kv_heads * head_dim * dtype.itemsize
 
+    def check(self, blocks: Sequence[int]) -> None:
+        """All of these are blocks that somebody can own."""
+        assert all(0 < block < self.block_count for block in blocks), "a copied block exists, and is not the null block"
+
     def clear(self, layer: int, blocks: torch.Tensor) -> None:
         """Zero whole blocks of one layer."""
         self.keys[layer][blocks] = 0
         self.values[layer][blocks] = 0
+
+    def fork(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks, each `sources[i]` to `targets[i]`, in every layer; no block is both."""
+        assert not set(sources) & set(targets), "no block is both a source and a target"
+        self.check(sources)
+        self.check(targets)
+        device = self.keys[0].device
+        read, written = torch.tensor((sources, targets), dtype=torch.int64, device=device)
+        for tensor in (*self.keys, *self.values):
+            tensor[written] = tensor[read]
 
     def write(self, layer: int, blocks: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store `k` and `v`, both [tokens, kv_heads, head_dim], at slot `offsets[i]` of block `blocks[i]`."""

@@ -1,0 +1,68 @@
+"""Host memory for blocks that leave the pool. Knows nothing of whose they are, or of when it pays to keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cuelight.actors.executor.model.pool import KVPool
+
+
+class HostPool:
+    """As many tensors of the same shapes as the pool's, for `block_count` blocks with ids from 0.
+
+    Copies are queued on the device's stream, in the order of the calls: since nothing else reads this memory, a block
+    that was saved can be loaded, and its slot used again, without waiting. On CUDA the memory is pinned for that.
+    """
+
+    def __init__(self, pool: KVPool, block_count: int) -> None:
+        self.block_count = block_count
+        self._pool = pool
+        self.keys = [self._like(keys) for keys in pool.keys]
+        self.values = [self._like(values) for values in pool.values]
+
+    def _like(self, stored: torch.Tensor) -> torch.Tensor:
+        shape = (self.block_count, *stored.shape[1:])
+        return torch.zeros(shape, dtype=stored.dtype, pin_memory=stored.device.type == "cuda")
+
+    def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the pool's blocks `sources[i]` to this memory's `targets[i]`."""
+        self._pool.check(sources)
+        self._check(targets)
+        runs = _runs(sources, targets)
+        for stored, kept in self._layers():
+            _copy(stored, kept, runs)
+
+    def load(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy this memory's blocks `sources[i]` to the pool's `targets[i]`."""
+        self._check(sources)
+        self._pool.check(targets)
+        runs = _runs(sources, targets)
+        for stored, kept in self._layers():
+            _copy(kept, stored, runs)
+
+    def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        stored = (*self._pool.keys, *self._pool.values)
+        return list(zip(stored, (*self.keys, *self.values), strict=True))
+
+    def _check(self, blocks: Sequence[int]) -> None:
+        assert all(0 <= block < self.block_count for block in blocks), "a copied block exists"
+
+
+def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(source, target, count): blocks that lie in a row in both memories are copied at once."""
+    runs: list[tuple[int, int, int]] = []
+    for source, target in zip(sources, targets, strict=True):
+        if runs:
+            first_source, first_target, count = runs[-1]
+            if (source, target) == (first_source + count, first_target + count):
+                runs[-1] = (first_source, first_target, count + 1)
+                continue
+        runs.append((source, target, 1))
+    return runs
+
+
+def _copy(read: torch.Tensor, written: torch.Tensor, runs: list[tuple[int, int, int]]) -> None:
+    for source, target, count in runs:
+        written[target : target + count].copy_(read[source : source + count], non_blocking=True)

@@ -1,0 +1,71 @@
+"""Who is set aside until a running request has computed the prefix that both share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from cuelight.actors.scheduler.planning import common_prefix
+from cuelight.actors.scheduler.tracked import Tracked
+
+DEFERRED_MAX: Final = 256
+"""Beyond so many, nobody is tried until they are admitted: looking past them for others costs more each time."""
+
+
+class Deferred:
+    """Whose prefix each waits for, and how many tokens of it they share; with nobody known, until there is any news.
+
+    Counts the news: whatever may let somebody in, blocks given back or prefixes computed.
+    """
+
+    def __init__(self) -> None:
+        self._leaders: dict[Tracked, tuple[Tracked | None, int]] = {}
+        self.news = 0
+
+    def __len__(self) -> int:
+        return len(self._leaders)
+
+    def __contains__(self, request: Tracked) -> bool:
+        return request in self._leaders
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many wait that nobody else is to be tried."""
+        return len(self._leaders) >= DEFERRED_MAX
+
+    def add(self, request: Tracked, running: Iterable[Tracked], *, is_stale: bool) -> bool:
+        """Set it aside, unless what it was to wait for has been computed or given up since (`is_stale`)."""
+        leader, shared = _leader(request, running)
+        if leader is None and is_stale:
+            return False
+        self._leaders[request] = leader, shared
+        return True
+
+    def forget(self, request: Tracked) -> None:
+        """It waits no longer."""
+        self._leaders.pop(request, None)
+
+    def reopen(self, source: Tracked | None) -> None:
+        """There is news: let go whoever waits for what this request has computed, or never will."""
+        self.news += 1
+        if self._leaders:
+            self._leaders = {
+                request: (leader, shared)
+                for request, (leader, shared) in self._leaders.items()
+                if leader is not None and (leader is not source or (leader.running and leader.computed < shared))
+            }
+
+
+def _leader(request: Tracked, running: Iterable[Tracked]) -> tuple[Tracked | None, int]:
+    """Who is computing most of what this request shares with anyone, and how many tokens that are."""
+    leader, shared = None, 0
+    for other in running:
+        ahead = other.computed
+        if ahead >= min(other.prefill_tokens, len(request.token_ids)) or other.salt != request.salt:
+            continue
+        # Most have nothing in common there, which one look tells.
+        if request.token_ids[ahead] == other.token_ids[ahead]:
+            tokens = min(common_prefix(request.token_ids, other.token_ids), other.prefill_tokens)
+            if tokens > max(shared, ahead):
+                leader, shared = other, tokens
+    return leader, shared

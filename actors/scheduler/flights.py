@@ -1,0 +1,131 @@
+"""The steps at the executor: what each of them computes, and what the next one must say of the batch's changes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from cuelight.actors.scheduler.planning import Planned
+from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.kernel import get_logger
+from cuelight.messages import executor
+from cuelight.messages.address import Address
+from cuelight.messages.request import BlockCopies, RequestId
+from cuelight.messages.scheduler import StepDone, StepFailed
+
+log = get_logger("cuelight.scheduler")
+
+
+class Flights:
+    """Steps that were sent and not answered, oldest first. An epoch ends when one of its steps fails."""
+
+    def __init__(
+        self, to: Address[executor.ExecutorMessage], reply_to: Address[StepDone | StepFailed], steps_max: int
+    ) -> None:
+        self._to = to
+        self._reply_to = reply_to
+        self._steps_max = steps_max
+        self._plans: deque[tuple[int, list[Planned]]] = deque()
+        self._epoch = 0
+        self.step = 0
+        """The number of the step that was sent last."""
+        self._left_batch: list[RequestId] = []
+        self._copies: list[BlockCopies] = []
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def __iter__(self) -> Iterator[list[Planned]]:
+        return (plan for _, plan in self._plans)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another step may be sent."""
+        return len(self._plans) < self._steps_max
+
+    def copy(self, copies: Iterable[BlockCopies]) -> None:
+        """The next step makes these copies, after those it was to make already."""
+        self._copies.extend(copies)
+
+    def leave(self, request: Tracked) -> None:
+        """The request is in the batch no longer, from the next step on."""
+        if request.in_batch:
+            self._left_batch.append(request.request_id)
+
+    def send(self, plan: list[tuple[Tracked, int]]) -> None:
+        """So many tokens of each of these requests are the next step."""
+        rows: list[executor.Row] = []
+        extensions: list[executor.Extension] = []
+        chunks: list[executor.Chunk] = []
+        planned: list[Planned] = []
+        for request, count in plan:
+            if not request.in_batch:
+                rows.append(_row(request))
+                request.in_batch = True
+                request.block_ids.clear()
+            elif request.block_ids:
+                extensions.append(executor.Extension(request.request_id, tuple(request.block_ids)))
+                request.block_ids.clear()
+            chunks.append(executor.Chunk(request.request_id, count))
+            request.scheduled += count
+            if request.scheduled == len(request.token_ids) + request.pending:
+                request.pending += 1  # this chunk samples
+            planned.append((request, count, request.incarnation))
+        self.step += 1
+        self._plans.append((self.step, planned))
+        self._to.tell(
+            executor.ExecuteStep(
+                epoch=self._epoch,
+                step=self.step,
+                ended=tuple(self._left_batch),
+                rows=tuple(rows),
+                extensions=tuple(extensions),
+                chunks=tuple(chunks),
+                reply_to=self._reply_to,
+                copies=tuple(self._copies),
+            )
+        )
+        self._left_batch.clear()
+        self._copies.clear()
+        log.debug("step", step=self.step, requests=len(plan), tokens=sum([count for _, count in plan]))
+
+    def landed(self, done: StepDone) -> list[Planned] | None:
+        """What the oldest step, which this answers, has computed; None for an answer from an earlier epoch."""
+        if done.epoch != self._epoch:
+            return None
+        step, plan = self._plans.popleft()
+        assert step == done.step, "steps end in the order they were sent"
+        return plan
+
+    def failed(self, failed: StepFailed) -> list[Planned] | None:
+        """What the step was to compute; it and those behind it are void. None for one that was void already.
+
+        Where contents are lost, whatever was sent since builds on them: that is void too, and no request's fault.
+        """
+        if failed.epoch == self._epoch:
+            _, plan = self._plans[0]
+        elif failed.contents_lost:
+            plan = []
+        else:
+            return None
+        self._plans.clear()
+        self._epoch += 1
+        return plan
+
+    def begin_epoch(self, *, contents_lost: bool) -> None:
+        """Nobody is in the batch any more. What was to be copied still is, unless nobody knows what that would be."""
+        self._left_batch.clear()
+        if contents_lost:
+            self._copies.clear()
+
+
+def _row(request: Tracked) -> executor.Row:
+    assert request.pending == 0, "a request enters the batch with all its tokens known"
+    return executor.Row(
+        request_id=request.request_id,
+        token_ids=tuple(request.token_ids),
+        prompt_tokens=request.prompt_tokens,
+        computed_tokens=request.scheduled,
+        block_ids=tuple(request.block_ids),
+        sampling=request.sampling,
+    )

@@ -1,0 +1,68 @@
+"""What several of the cache manager's tests need: tables that are checked after each change, and copies in short."""
+
+from __future__ import annotations
+
+from cuelight.actors.cache.pool import BlockPool
+from cuelight.actors.cache.tables import Tables
+from cuelight.messages.cache import Admission, Filled
+from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId
+from cuelight.messages.scheduler import Grant
+
+BLOCK_SIZE = 4
+
+
+def make_tables(blocks_total: int, host_blocks: int = 0) -> Tables:
+    host = HostTier(host_blocks, move_seconds=1.0, recompute_seconds=1.0)
+    return Tables(BlockPool(blocks_total + 1), BLOCK_SIZE, 0.0, host)
+
+
+def tokens(count: int, first: int = 0) -> tuple[int, ...]:
+    """A prompt that shares no prefix with one of another `first`."""
+    return tuple(range(first, first + count))
+
+
+def asking(request: int, token_ids: tuple[int, ...], salt: bytes = b"", like: int | None = None) -> Admission:
+    return Admission(RequestId(request), token_ids, salt, None if like is None else RequestId(like))
+
+
+def admit(
+    tables: Tables, request: int, token_ids: tuple[int, ...], salt: bytes = b"", like: int | None = None
+) -> Grant:
+    grant = tables.admit(asking(request, token_ids, salt, like))
+    tables.check()
+    assert grant is not None
+    return grant
+
+
+def fill(tables: Tables, request: int, computed: int, new: tuple[int, ...] = ()) -> None:
+    tables.fill(Filled(RequestId(request), computed, new))
+    tables.check()
+
+
+def release(tables: Tables, request: int, computed: int, new: tuple[int, ...] = ()) -> None:
+    tables.release(Filled(RequestId(request), computed, new))
+    tables.check()
+
+
+def serve(tables: Tables, request: int, token_ids: tuple[int, ...], salt: bytes = b"") -> Grant:
+    """Admit, compute everything, release."""
+    grant = admit(tables, request, token_ids, salt)
+    release(tables, request, len(token_ids))
+    return grant
+
+
+def forget(tables: Tables) -> None:
+    tables.forget_prefixes()
+    tables.check()
+
+
+def saved(*pairs: tuple[int, int]) -> BlockCopies:
+    return BlockCopies(Copying.SAVE, tuple(block for block, _ in pairs), tuple(slot for _, slot in pairs))
+
+
+def loaded(*pairs: tuple[int, int]) -> BlockCopies:
+    return BlockCopies(Copying.LOAD, tuple(slot for slot, _ in pairs), tuple(block for _, block in pairs))
+
+
+def forked(source: int, target: int) -> BlockCopies:
+    return BlockCopies(Copying.FORK, (source,), (target,))

@@ -1,0 +1,103 @@
+"""A neighbour that does not answer: it is named, and nothing else is disturbed by looking."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from scheduling import WatchedDevice, explained, finish, scheduler_of
+from support import Core, Stage
+
+from cuelight.actors.scheduler.patience import PATIENCE_FACTOR, PATIENCE_SECONDS, Patience
+from cuelight.messages.cache import CacheMessage, Reserve
+from cuelight.messages.executor import ExecutorMessage
+from cuelight.messages.request import Sampling
+
+
+class Deaf:
+    """Takes messages and never answers."""
+
+    def handle(self, message: ExecutorMessage | CacheMessage) -> None:
+        pass
+
+
+def passes(core: Core, seconds: float) -> None:
+    """Deliver everything that happens in that time."""
+    until = core.stage.clock.seconds + seconds
+    core.stage.after(seconds, lambda: None)
+    while core.stage.clock.seconds < until:
+        assert core.stage.step()
+
+
+@pytest.mark.parametrize("who", ["executor", "cache manager"])
+def test_whoever_is_silent_is_named_and_explains_the_wait(who: str, caplog: pytest.LogCaptureFixture) -> None:
+    core = Core(0, device=WatchedDevice(50, 4))
+    finish(core)  # it is ready
+    address = core.executor if who == "executor" else core.cache
+    address.actor = Deaf()  # type: ignore[assignment]
+    core.admit(0, [1, 2, 3], Sampling(max_tokens=4))
+    passes(core, PATIENCE_SECONDS / 2)
+    core.admit(1, [1, 2, 3], Sampling(max_tokens=4))
+    assert "stalled" not in caplog.text
+    with caplog.at_level(logging.ERROR, "cuelight.scheduler"):
+        passes(core, 3 * PATIENCE_SECONDS)
+    assert caplog.text.count(f"the {who} has not answered for") == 3
+    assert explained(core, 1).state == "waiting"
+    assert any(f"the {who} has not answered" in moment.why for moment in explained(core, 1).timeline)
+
+
+def test_it_is_heard_when_it_answers_after_all() -> None:
+    core = Core(0, device=WatchedDevice(50, 4))
+    finish(core)
+    cache_manager, late = core.cache.actor, []
+
+    class Slow:
+        def handle(self, message: CacheMessage) -> None:
+            late.append(message)
+
+    core.cache.actor = Slow()  # type: ignore[assignment]
+    core.admit(0, [1, 2, 3], Sampling(max_tokens=4))
+    passes(core, 2 * PATIENCE_SECONDS)
+    core.cache.actor = cache_manager
+    (reserve,) = late
+    assert isinstance(reserve, Reserve)
+    core.cache.tell(reserve)
+    finish(core)
+    assert len(core.outputs()[0]) == 4
+
+
+def test_nobody_is_awaited_at_rest() -> None:
+    core = Core(0, device=WatchedDevice(50, 4))
+    core.admit(0, [1, 2, 3], Sampling(max_tokens=4))
+    finish(core)
+    assert core.stage.clock.seconds < PATIENCE_SECONDS
+    assert all(patience._timer is None for patience in scheduler_of(core)._doubts.values())
+
+
+def test_a_step_that_failed_is_not_waited_for() -> None:
+    core = Core(0, device=WatchedDevice(50, 4), steps_in_flight=3)
+    assert isinstance(core.device, WatchedDevice)
+    core.device.failures = 2
+    core.admit(0, [1, 2, 3], Sampling(max_tokens=4))
+    finish(core)
+    assert core.stage.clock.seconds < PATIENCE_SECONDS
+
+
+def test_whoever_took_long_before_may_take_longer() -> None:
+    stage = Stage(0)
+    due: list[float] = []
+
+    def wake_after(seconds: float):  # type: ignore[no-untyped-def]
+        due.append(seconds)
+        return stage.after(seconds, lambda: None)
+
+    patience = Patience(wake_after)
+    patience.asked(0.0)
+    patience.answered(20.0)
+    patience.asked(100.0)
+    patience.asked(150.0)
+    assert due == [PATIENCE_SECONDS, PATIENCE_FACTOR * 20.0]
+    assert patience.silence(250.0) is None and due[-1] == 50.0
+    assert patience.silence(300.0) == 200.0 and due[-1] == 200.0
+    patience.answered(310.0)
+    assert patience.silence(500.0) is None and due[-1] == PATIENCE_FACTOR * 210.0 - 350.0

@@ -7,13 +7,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, TypeGuard
 
 from cuelight.errors import ConfigError, ModelUnavailable
 from cuelight.model_folder import json_object
 
 DTYPES = ("auto", "float32", "bfloat16")
 EXECUTORS = ("thread",)
+WEIGHT_MIN = 1e-6
+WEIGHT_MAX = 1e6
+"""Beyond, a tenant's counter would be lost in rounding."""
 POLICIES = ("fcfs", "priority", "deadline", "fair")
 
 
@@ -190,11 +193,13 @@ def check_policy(policy: object, aging_seconds: object, tenant_weights: object) 
     if not isinstance(tenant_weights, Mapping) or not tenant_weights:
         raise ConfigError(f"tenant_weights must map names of tenants to numbers, not {tenant_weights!r}")
     for tenant, weight in tenant_weights.items():
-        if not isinstance(tenant, str) or not _is_positive(weight):
-            raise ConfigError(f"the weight of tenant {tenant!r} must be a number above 0, not {weight!r}")
+        if not isinstance(tenant, str) or not _is_positive(weight) or not WEIGHT_MIN <= float(weight) <= WEIGHT_MAX:
+            raise ConfigError(
+                f"the weight of tenant {tenant!r} must be a number from {WEIGHT_MIN} to {WEIGHT_MAX}, not {weight!r}"
+            )
 
 
-def _is_positive(value: object) -> bool:
+def _is_positive(value: object) -> TypeGuard[int | float]:
     """Whether this is a number that a float can hold, above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 

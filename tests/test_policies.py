@@ -14,6 +14,7 @@ from scheduling import (
     WatchedDevice,
     check,
     end_order,
+    explained,
     finish,
     is_live,
     is_running,
@@ -26,8 +27,10 @@ from scheduling import (
 )
 from support import Core, expected_output
 
-from cuelight.actors.scheduler.policy import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Policy, policy_of
-from cuelight.actors.scheduler.queue import Queue
+from cuelight.actors.scheduler.planning import plan_step
+from cuelight.actors.scheduler.policy import INPUT_TOKEN_COST, LEEWAY_TOKENS, OUTPUT_TOKEN_COST, Policy, policy_of
+from cuelight.actors.scheduler.queue import ABOUT_MAX, ABOUT_SECONDS, Queue
+from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.messages.request import Sampling, Service
 from cuelight.messages.scheduler import SetPolicy
 
@@ -249,6 +252,234 @@ def test_reorder_keeps_everybody_and_then_goes_by_the_new_policy() -> None:
     assert sorted(numbers(queue.head(100))) == numbers(left)
 
 
+def test_from_fair_to_fair_the_counters_stay_and_new_weights_count_from_then_on() -> None:
+    queue = queue_of("fair")
+    greedy, calm = tracked(0, Service("greedy")), tracked(1, Service("calm"))
+    queue.join(greedy)
+    queue.join(calm)
+    queue.charge(greedy, 1_000.0)
+    for weights in ({}, {"greedy": 10.0}):
+        queue.reorder(policy_of(policy("fair", **weights)))
+        assert numbers(queue.head(2)) == [1, 0], "what was received is not forgotten"
+    queue.charge(calm, 999.0)
+    queue.charge(greedy, 5.0)
+    assert numbers(queue.head(2)) == [1, 0], "five tokens count as half a token with a weight of ten"
+    queue.charge(calm, 2.0)
+    assert numbers(queue.head(2)) == [0, 1]
+    queue.reorder(policy_of(policy("fcfs")))
+    queue.reorder(policy_of(policy("fair")))
+    assert numbers(queue.head(2)) == [1, 0], "from another policy, all tenants start alike"
+
+
+def test_each_token_of_a_prompt_is_charged_once_and_none_that_the_cache_gave() -> None:
+    queue = queue_of("fair")
+    request = tracked(0, Service("a"), prompt=10)
+
+    def charged(cached: int, computed: int) -> float:
+        """Run, with so many tokens cached, until so many are computed; then lose all blocks."""
+        request.admit(cached, 0.0)
+        request.computed = computed
+        for _ in range(2):
+            queue.charge_prompt(request)
+        request.evict(0.0)
+        return queue._counters.get("a", 0.0)
+
+    assert charged(3, 5) == 2.0
+    assert charged(0, 4) == 2.0, "these were charged, or found"
+    assert charged(0, 7) == 4.0
+    assert charged(9, 9) == 4.0, "now others have computed more of it"
+    request.token_ids += [1] * 5
+    assert charged(0, 15) == 5.0, "the output was charged when it was sampled"
+
+
+# Who takes the place of whom, for a tenant's share.
+
+
+def seats(tenants: str, first: int = 0) -> list[Tracked]:
+    """Running requests of tenants with names of one letter."""
+    running = [tracked(first + i, Service(tenant)) for i, tenant in enumerate(tenants)]
+    for request in running:
+        request.admit(0, 0.0)
+    return running
+
+
+def usurp(queue: Queue, running: Sequence[Tracked], **options: Any) -> tuple[int, int] | None:
+    """The numbers of who comes in and who gives way, where each of those that run has a seat."""
+    pair = queue.usurpation(running, len(running), lambda _: 1.0, **options)
+    return None if pair is None else (pair[0].number, pair[1].number)
+
+
+def waiting_for(*tenants: str, name: str = "fair", **weights: float) -> Queue:
+    queue = queue_of(name, **weights)
+    for number, tenant in enumerate(tenants, 100):
+        queue.join(tracked(number, Service(tenant)))
+    return queue
+
+
+def test_one_that_has_less_than_its_share_takes_the_newest_place_of_whoever_has_most() -> None:
+    assert usurp(waiting_for("b"), seats("aaaa")) == (100, 3)
+    assert usurp(waiting_for("c"), seats("abbbab")) == (100, 5)
+    assert usurp(waiting_for("a", "b", "a"), seats("aaaa")) == (101, 3)
+    assert usurp(waiting_for("b"), seats("aaab")) == (100, 2)
+    assert usurp(waiting_for("b"), seats("aabb")) is None, "it has its share"
+    assert usurp(waiting_for("b"), seats("aab")) is None, "the other would want it back"
+    assert usurp(waiting_for("b"), seats("a")) is None, "nor is the last place taken"
+
+
+def test_with_one_tenant_or_another_policy_nobody_gives_way() -> None:
+    assert usurp(waiting_for("a", "a"), seats("aaaa")) is None
+    assert usurp(waiting_for(), seats("aaab")) is None, "nobody waits"
+    for name in ("fcfs", "priority", "deadline"):
+        assert usurp(waiting_for("b", name=name), seats("aaaa")) is None
+
+
+def test_shares_of_places_follow_the_weights() -> None:
+    assert usurp(waiting_for("b", b=3.0), seats("aaaabbbb")) == (100, 3)
+    assert usurp(waiting_for("b", b=3.0), seats("aabbbbbb")) is None
+    assert usurp(waiting_for("b", a=3.0), seats("aaaaaab")) is None
+    assert usurp(waiting_for("b", a=3.0), seats("aaaaaaa")) == (100, 6)
+
+
+def test_a_queue_that_wants_more_than_its_share_takes_only_half_of_that() -> None:
+    many = ["b"] * 10
+    assert usurp(waiting_for(*many), seats("aaaaaaab")) == (100, 6)
+    assert usurp(waiting_for(*many), seats("aaaaaabb")) is None
+    assert usurp(waiting_for("b", "b"), seats("aaaaaabb")) == (100, 5), "two fit its share"
+
+
+def test_whoever_has_received_more_beyond_the_leeway_takes_no_place() -> None:
+    queue, running = waiting_for("b"), seats("aaaa")
+    queue.charge(tracked(0, Service("b")), LEEWAY_TOKENS)
+    assert usurp(queue, running) == (100, 3)
+    queue.charge(tracked(0, Service("b")), 1.0)
+    assert usurp(queue, running) is None
+    queue.charge(running[0], 1.0)
+    assert usurp(queue, running) == (100, 3)
+
+
+def test_whoever_was_let_in_for_its_share_is_spared_and_who_cannot_come_in_takes_no_place() -> None:
+    queue, running = waiting_for("b"), seats("aaaa")
+    running[3].is_sheltered = True
+    assert usurp(queue, running) == (100, 2)
+    assert queue.victim(running).number == 2
+    for request in running:
+        request.is_sheltered = True
+    assert usurp(queue, running) is None
+    assert queue.victim(running).number == 3, "somebody has to lose its blocks"
+    assert waiting_for(name="fcfs").victim(running).number == 3
+    running = seats("aaaa")
+    assert usurp(queue, running, is_aside=lambda request: request.number == 100) is None
+    queue.head(1)[0].pending = 1
+    assert usurp(queue, running) is None, "its tokens in flight have not arrived"
+
+
+def test_of_blocks_a_request_takes_only_what_leaves_the_other_no_less() -> None:
+    queue, running = queue_of("fair"), seats("aaaa")
+    queue.join(tracked(100, Service("b"), prompt=40))
+    for request, capacity in zip(running, (16, 16, 32, 36), strict=True):
+        request.capacity = capacity
+    pair = queue.usurpation(running, 100.0, Tracked.slots)
+    assert pair is not None and pair[1] is running[3]
+    running.pop()
+    assert queue.usurpation(running, 100.0, Tracked.slots) is None, "32 and 40 would be unfair the other way"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_places_change_hands_a_few_times_and_never_go_back(seed: int) -> None:
+    """Whoever runs and whoever waits, the tenants get even and then it is over; none of them gives what it lacks."""
+    chance = random.Random(seed)
+    weights = {tenant: chance.choice([0.5, 1.0, 1.0, 4.0]) for tenant in "abcd"}
+    running = seats("".join(chance.choices("aaabcd", k=chance.randint(1, 20))))
+    queue = waiting_for(*chance.choices("abcd", k=chance.randint(1, 30)), **weights)
+    before, taken, gave = len(running), set[str](), set[str]()
+    for _ in range(len(running) + 1):
+        if (pair := queue.usurpation(running, before, lambda _: 1.0)) is None:
+            break
+        usurper, victim = pair
+        held = [request.service.tenant for request in running]
+        share = before * weights[victim.service.tenant] / sum(weights[t] for t in {*held, *queue._lanes})
+        assert held.count(victim.service.tenant) > share
+        taken.add(usurper.service.tenant)
+        gave.add(victim.service.tenant)
+        running.remove(victim)
+        victim.evict(0.0)
+        victim.preemptions += 1
+        queue.join(victim)
+        queue.leave(usurper)
+        usurper.admit(0, 0.0)
+        usurper.is_sheltered = True
+        running.append(usurper)
+    else:
+        raise AssertionError("it does not end")
+    assert not taken & gave
+
+
+# How tenants share a step.
+
+
+def prompts_of(tenants: str, tokens: int) -> list[Tracked]:
+    running = [tracked(i, Service(tenant), prompt=tokens) for i, tenant in enumerate(tenants)]
+    for request in running:
+        request.admit(0, 0.0)
+    return running
+
+
+def shared(queue: Queue, running: Sequence[Tracked], *, now: float = 0.0, budget: int = 100) -> dict[int, int]:
+    """Tokens of each request in a step in which one tenant's prompts may have 20."""
+    plan = plan_step(running, budget, 20, others_wait=False, turns=lambda: queue.turns(running, now))
+    return {request.number: count for request, count in plan}
+
+
+def test_the_prompts_of_whoever_has_little_and_no_queue_come_first_and_alone() -> None:
+    running = prompts_of("aab", 70)
+    queue = waiting_for("a")
+    assert shared(queue, running) == {2: 70}
+    queue.charge(running[2], LEEWAY_TOKENS + 1.0)
+    assert shared(queue, running) == {0: 20, 2: 20}, "it has had its turn"
+    queue.charge(running[0], 1.0)
+    assert shared(queue, running) == {2: 70}
+    queue.join(tracked(50, Service("b")))
+    assert shared(queue, running) == {0: 20, 2: 20}, "both have a queue"
+
+
+def test_those_whose_turn_it_is_go_by_what_they_have_received() -> None:
+    running = prompts_of("abc", 70)
+    queue = waiting_for("a")
+    queue.charge(running[1], 5.0)
+    assert shared(queue, running) == {2: 70, 1: 30}
+
+
+def test_a_tenant_with_a_queue_takes_short_steps_while_another_is_about() -> None:
+    running = prompts_of("aa", 70)
+    queue = waiting_for("a")
+    assert shared(queue, running) == {0: 50, 1: 50}, "it is alone"
+    other = tracked(60, Service("b"), at=5.0)
+    queue.join(other)
+    queue.leave(other)
+    assert shared(queue, running, now=5.0) == {0: 20}
+    assert queue.sated(running, queue.turns(running, 5.0), 140) == {"a"}  # type: ignore[arg-type]  # two are about
+    assert queue.sated(running, queue.turns(running, 5.0), 141) == set()  # type: ignore[arg-type]
+    assert shared(queue, running, now=5.0 + ABOUT_SECONDS) == {0: 20}
+    assert shared(queue, running, now=5.1 + ABOUT_SECONDS) == {0: 50, 1: 50}, "it has not come for long"
+    assert queue.turns(prompts_of("ab", 9), 1e9) is not None, "one that runs is about"
+
+
+def test_of_tenants_that_were_about_only_so_many_are_remembered() -> None:
+    queue = queue_of("fair")
+    for number in range(10 * ABOUT_MAX):
+        request = tracked(number, Service(f"tenant {number}"))
+        queue.join(request)
+        queue.leave(request)
+    assert len(queue._came_at) == ABOUT_MAX
+
+
+def test_the_head_passes_over_tenants_that_are_not_to_come() -> None:
+    queue = waiting_for("a", "b", "a", "c")
+    assert numbers(queue.head(2, without={"a"})) == [101, 103]
+    assert numbers(queue.head(9, without={"a", "b", "c"})) == []
+    assert len(queue.head(9)) == 4
+
+
 # The whole core.
 
 
@@ -422,6 +653,65 @@ def test_the_policy_changes_while_a_hundred_wait_and_some_run(seed: int) -> None
     assert rest == sorted(rest, key=lambda request_id: -services[request_id].priority)
     for request_id in range(100):
         assert core.outputs()[request_id] == expected_output([7, request_id], Sampling(max_tokens=5))[0]
+
+
+def alternating_core(seed: int, *, running_max: int, block_count: int) -> Core:
+    """Tenant "long" holds everything that it can, with long outputs and more requests in the queue."""
+    core = Core(
+        seed, device=WatchedDevice(block_count, 4), running_max=running_max, policy=policy("fair"), token_budget=32
+    )
+    for request_id in range(8):
+        core.admit(request_id, [request_id] * 12, Sampling(max_tokens=60), service=Service("long"))
+    return core
+
+
+def preempted_for_a_share(core: Core, request_ids: range) -> list[int]:
+    whys = {i: [m.why for m in explained(core, i).timeline if m.what == "preempted"] for i in request_ids}
+    return [i for i, why in whys.items() for each in why if "share" in each]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("lead", [0.0, 900.0])
+@pytest.mark.parametrize(("running_max", "block_count"), [(4, 400), (8, 1 + 36)])
+def test_fair_one_that_comes_takes_a_place_of_whoever_holds_all(
+    running_max: int, block_count: int, lead: float, seed: int
+) -> None:
+    """Of the seats, or of the blocks, and even where its tenant has received a little more than the other.
+
+    It is done long before any of the others; they lose time and no token.
+    """
+    core = alternating_core(seed, running_max=running_max, block_count=block_count)
+    step_until(core, lambda: any(len(tokens) > 9 for tokens in core.outputs().values()))
+    core.admit(100, [50] * 8, Sampling(max_tokens=4), service=Service("short"))
+    step_until(core, lambda: is_live(core, 100))
+    scheduler_of(core)._waiting.charge(tracked(0, Service("short")), lead)
+    step_until(core, lambda: 100 in core.ends(), steps_max=2_000)
+    assert not any(i in core.ends() for i in range(8))
+    assert 1 <= len(preempted_for_a_share(core, range(8))) <= 2
+    finish(core)
+    for request_id in range(8):
+        assert core.outputs()[request_id] == expected_output([request_id] * 12, Sampling(max_tokens=60))[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fair_a_tenant_alone_loses_nothing_for_fairness(seed: int) -> None:
+    core = alternating_core(seed, running_max=4, block_count=400)
+    finish(core)
+    assert preemptions(core) == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_fair_what_is_computed_again_is_not_charged_again(seed: int) -> None:
+    core = Core(seed, device=WatchedDevice(1 + 12, 4), running_max=3, policy=policy("fair"))
+    for request_id in range(3):
+        core.admit(request_id, [request_id] * 8, Sampling(max_tokens=30), service=Service("a"))
+    finish(core)
+    assert preemptions(core) > 0
+    usages = [end.usage for end in core.ends().values()]
+    input_tokens = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
+    output_tokens = sum(usage.output_tokens for usage in usages)
+    charged = scheduler_of(core)._waiting._counters["a"]
+    assert charged == INPUT_TOKEN_COST * input_tokens + OUTPUT_TOKEN_COST * output_tokens
 
 
 # How much of a step one prompt may have.

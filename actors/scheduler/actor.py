@@ -18,7 +18,7 @@ from cuelight.actors.scheduler.flights import Flights
 from cuelight.actors.scheduler.outbox import Neighbours, Outbox
 from cuelight.actors.scheduler.patience import Patience
 from cuelight.actors.scheduler.planning import Limits, plan_step, stop_reason
-from cuelight.actors.scheduler.policy import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, policy_of
+from cuelight.actors.scheduler.policy import OUTPUT_TOKEN_COST, policy_of
 from cuelight.actors.scheduler.queue import Queue
 from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.kernel import Actor, Context, Timer, get_logger
@@ -199,6 +199,7 @@ class Scheduler(Actor[SchedulerInbox]):
                 request.computed += token_count
                 if request.computed <= request.prefill_tokens:
                     self._prefilled[request.request_id] = request
+                    self._waiting.charge_prompt(request)
                     self._door.reopen(request)  # others may share what was just computed
         for request_id, reason in done.failed:
             self._end_if_live(request_id, FinishReason.FAILED, reason)
@@ -252,12 +253,13 @@ class Scheduler(Actor[SchedulerInbox]):
         """Send the next step, or first ask for the blocks it wants."""
         running = self._running.values()
         while self._pool is not None and self._asked is None and self._flights.has_room:
+            usurper = self._usurp() if admit else None
             # A long prompt leaves room for those that wait; what they do not take it gets when blocks are granted.
             others_wait = admit and len(self._waiting) > 0 and self._door.closed(running) is None
             plan = self._planned(others_wait=others_wait)
             growths = [cache.Growth(r.request_id, r.scheduled + n) for r, n in plan if r.scheduled + n > r.capacity]
             budget = self._limits.token_budget - sum([count for _, count in plan])
-            admissions = self._candidates(budget) if admit else []
+            admissions = self._candidates(budget, usurper) if admit else []
             if others_wait and not admissions:
                 plan = self._planned(others_wait=False)
             if growths or admissions:
@@ -270,16 +272,40 @@ class Scheduler(Actor[SchedulerInbox]):
     def _planned(self, *, others_wait: bool) -> list[tuple[Tracked, int]]:
         limits = self._limits
         running = self._running.values()
-        return plan_step(running, limits.token_budget, limits.long_prefill_tokens, others_wait=others_wait)
+        return plan_step(
+            running,
+            limits.token_budget,
+            limits.long_prefill_tokens,
+            others_wait=others_wait,
+            turns=lambda: self._waiting.turns(running, self._clock.now()),
+        )
 
-    def _candidates(self, token_budget: int) -> list[cache.Admission]:
-        """Who is tried now, if anybody may come in."""
+    def _usurp(self) -> Tracked | None:
+        """Who takes the place of another one for its tenant's share: the other one is preempted (one a round)."""
+        pair = self._usurpation()
+        if pair is None or sum([count for _, count in self._planned(others_wait=True)]) >= self._limits.token_budget:
+            return None
+        usurper, victim = pair
+        usurper.is_sheltered = True
+        self._preempt(victim, f"tenant {usurper.service.tenant!r} has less than its share")
+        self._outbox.flush_released()
+        return usurper
+
+    def _usurpation(self) -> tuple[Tracked, Tracked] | None:
+        if self._pool is None:
+            return None
+        return self._door.usurpation(self._running.values(), (self._pool.block_count - 1) * self._pool.block_size)
+
+    def _candidates(self, token_budget: int, usurper: Tracked | None) -> list[cache.Admission]:
+        """Who is tried now, if anybody may come in; with a usurper nobody else, or its victim might come back."""
         if not self._waiting:
             return []
         if (obstacle := self._door.obstacle(self._running.values(), token_budget)) is not None:
             self._chronicle.obstacle(obstacle, self._clock.now())
             return []
-        return [request.admission() for request in self._door.candidates(self._running)]
+        if usurper is not None:
+            return [usurper.admission()]
+        return [r.admission() for r in self._door.candidates(self._running.values(), self._clock.now())]
 
     def _execute(self, plan: list[tuple[Tracked, int]]) -> None:
         self._outbox.counts["scheduled_tokens"] += sum([count for _, count in plan])
@@ -316,6 +342,9 @@ class Scheduler(Actor[SchedulerInbox]):
             self._plan(admit=False)
             return
         self._door.refused(short[0] if short and not is_stale else None)
+        if short and self._usurpation() is not None:
+            self._plan(admit=True)
+            return
         # If all that were tried have been set aside, the next in line are tried before they lose their turn.
         if short or not granted.deferred or self._courted - set(granted.deferred):
             self._run_what_fits()
@@ -337,7 +366,6 @@ class Scheduler(Actor[SchedulerInbox]):
             now = self._clock.now()
             self._waiting.leave(request)
             self._running[request.request_id] = request
-            self._waiting.charge(request, INPUT_TOKEN_COST * (len(request.token_ids) - grant.cached_tokens))
             self._chronicle.note(request, "admitted", f"{grant.cached_tokens} tokens were cached", now)
             self._chronicle.obstacle("", now)
             request.admit(grant.cached_tokens, now)

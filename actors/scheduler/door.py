@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from cuelight.actors.scheduler.deferred import DEFERRED_MAX, Deferred
 from cuelight.actors.scheduler.planning import Limits
 from cuelight.actors.scheduler.queue import Queue
 from cuelight.actors.scheduler.tracked import Tracked
-from cuelight.messages.request import RequestId
 
 
 class Door:
@@ -54,11 +53,27 @@ class Door:
             return closed
         return None if token_budget > 0 else "the requests that run use the whole token budget"
 
-    def candidates(self, running: Mapping[RequestId, Tracked]) -> list[Tracked]:
-        """Those to try now: the head of the queue, as far as there are seats."""
+    def usurpation(self, running: Collection[Tracked], token_capacity: int) -> tuple[Tracked, Tracked] | None:
+        """Where all seats are taken, or the pool's slots: who may come in for its tenant's share, and who gives way."""
+        seats_are_taken = len(running) >= self.running_max
+        if not seats_are_taken and not self._is_pool_exhausted:
+            return None
+        if self.deferred.is_full or any(request.suspect for request in running):
+            return None
+        if seats_are_taken:
+            return self._waiting.usurpation(running, self.running_max, lambda _: 1, self.deferred.__contains__)
+        return self._waiting.usurpation(running, token_capacity, Tracked.slots, self.deferred.__contains__)
+
+    def candidates(self, running: Collection[Tracked], now: float) -> list[Tracked]:
+        """Those to try now: the head of the queue, as far as there are seats.
+
+        Of a tenant whose running prompts fill what it may have of a step, there is none.
+        """
+        turns = self._waiting.turns(running, now)
+        sated = self._waiting.sated(running, turns, self._limits.long_prefill_tokens) if turns is not None else ()
         seats = min(self.running_max - len(running), self._limits.admissions_tried_max)
         candidates: list[Tracked] = []
-        for request in self._waiting.head(seats + len(self.deferred)):
+        for request in self._waiting.head(seats + len(self.deferred), without=sated):
             # A preempted request comes back only when its tokens in flight have arrived (rule 38).
             if request.pending or len(candidates) == seats:
                 break

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from cuelight.actors.scheduler.policy import Turns
 from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.messages.request import FinishReason
 
@@ -31,13 +32,21 @@ class Limits:
 
 
 def plan_step(
-    running: Iterable[Tracked], token_budget: int, long_prefill_tokens: int, *, others_wait: bool
+    running: Iterable[Tracked],
+    token_budget: int,
+    long_prefill_tokens: int,
+    *,
+    others_wait: bool,
+    turns: Callable[[], Turns | None] = lambda: None,
 ) -> list[tuple[Tracked, int]]:
     """Every decode first, then prefill chunks in order of service, `token_budget` tokens in all.
 
     While others could use the budget, of the running ones or (`others_wait`) of those that wait, a chunk has at most
     `long_prefill_tokens`, or an even share where that is more (rule 4); what the running ones leave is then given out
     in order.
+
+    Where tenants take `turns`, the prompts of those whose turn it is come first and alone. If there are none, no tenant
+    gets more than `long_prefill_tokens` for all its prompts: whoever comes next waits for the steps in flight.
 
     A request that was part of a failed step runs alone until it has sampled a token, so that a second failure can be
     laid at its door. A request that gets no tokens is passed over; those behind it still get theirs (rule 3).
@@ -53,7 +62,11 @@ def plan_step(
         elif need > 1:
             prefills.append((request, need))
     plan = decodes[:token_budget]
-    plan += _chunks(prefills, token_budget - len(plan), long_prefill_tokens, others_wait)
+    budget = token_budget - len(plan)
+    if prefills and (tenants := turns()) is not None:
+        plan += _chunks_in_turns(prefills, budget, long_prefill_tokens, others_wait, tenants)
+    else:
+        plan += _chunks(prefills, budget, long_prefill_tokens, others_wait)
     assert sum([count for _, count in plan]) <= token_budget, "a step stays within its budget"
     return plan
 
@@ -75,6 +88,19 @@ def _chunks(
             counts[i] += more
             budget -= more
     return [(request, count) for (request, _), count in zip(prefills, counts, strict=True) if count]
+
+
+def _chunks_in_turns(
+    prefills: list[tuple[Tracked, int]], budget: int, long_tokens: int, others_wait: bool, turns: Turns
+) -> list[tuple[Tracked, int]]:
+    chunks: list[tuple[Tracked, int]] = []
+    is_their_turn, parts = turns.parts(prefills)
+    for part in parts:
+        allowed = budget if is_their_turn else min(budget, long_tokens)
+        theirs = _chunks(part, allowed, long_tokens, others_wait)
+        budget -= sum([count for _, count in theirs])
+        chunks += theirs
+    return chunks
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

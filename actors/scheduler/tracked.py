@@ -28,10 +28,12 @@ class Tracked:
         "block_ids",
         "cached_tokens",
         "capacity",
+        "charged_tokens",
         "computed",
         "deadline",
         "in_batch",
         "incarnation",
+        "is_sheltered",
         "like",
         "number",
         "output_limit",
@@ -75,6 +77,8 @@ class Tracked:
         self.running_seconds = 0.0
         self.queued_seconds: float | None = None
         self.cached_tokens = 0
+        # So many tokens of the prompt its tenant has been charged for, or was given by the cache.
+        self.charged_tokens = 0
         self.preemptions = 0
         self.suspect = False
         self.incarnation = 0
@@ -84,6 +88,8 @@ class Tracked:
 
     def _lose_blocks(self) -> None:
         self.running = False
+        # Whether another one was preempted for its tenant's share: then it is not preempted for another tenant's.
+        self.is_sheltered = False
         self.in_batch = False
         self.scheduled = 0
         self.computed = 0
@@ -118,6 +124,7 @@ class Tracked:
         self.scheduled = self.computed = cached_tokens
         self.told = self.prefill_tokens = len(self.token_ids)
         self._admission = None
+        self.charged_tokens = max(self.charged_tokens, min(cached_tokens, self.prompt_tokens))
         self.admitted_at = now
         if self.queued_seconds is None:
             self.queued_seconds = now - self.arrived_at
@@ -138,6 +145,10 @@ class Tracked:
         self.stop_running(now)
         self.incarnation += 1
         self._lose_blocks()
+
+    def slots(self) -> int:
+        """Token slots that it holds, or, while it waits, would hold at least."""
+        return self.capacity or len(self.token_ids)
 
     def filled(self) -> Filled:
         """What the cache manager has not been told of the blocks' contents."""

@@ -1,0 +1,267 @@
+"""How long one tenant waits for its first tokens while another floods the engine, on a clock that only jumps.
+
+    python -m benchmarks.fairness [--seeds 5] [--requests 100] [--json FILE]
+
+The real scheduler and cache manager serve two tenants. "flood" has 300 requests outstanding at all times; "light" sends
+short and medium prompts as a Poisson process. The yardstick is the light tenant alone on half the machine: the same
+requests at the same moments, and every step takes twice as long. Under "priority" its requests have a level more.
+
+The device is a model of the built-in model in float32 on two CPU cores, after the packed layers of docs/decisions/0011:
+a step takes 45 ms, 4.5 ms for each row that decodes, and 1.9 ms for each token of a prompt. What the actors themselves
+compute takes no time, no tokens are sampled and nothing depends on the machine: a seed gives the same figures anywhere.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeAlias
+
+import msgspec
+
+from benchmarks.common import options, percentile, report
+from benchmarks.control_plane import ControlPlane, Rows
+from cuelight.actors.scheduler.planning import Limits
+from cuelight.kernel import Actor, Context
+from cuelight.kernel.simulation import Simulation
+from cuelight.messages import detokenizer, executor, observer, scheduler
+from cuelight.messages.address import Address
+from cuelight.messages.request import RequestId, Sampling, Service
+
+STEP_SECONDS: Final = 0.0454
+ROW_SECONDS: Final = 0.00445
+TOKEN_SECONDS: Final = 0.00188
+"""50 ms at 1 row, 188 ms at 32 rows, 1.0 s for 512 tokens of a prompt."""
+
+RUNNING_MAX: Final = 32
+TOKEN_BUDGET: Final = 512
+BLOCK_SIZE: Final = 16
+WATERMARK: Final = 0.01
+MAILBOX_CAPACITY: Final = 10_000
+TOKEN_LIMIT: Final = 8192
+SAMPLED_TOKEN: Final = 5
+WORDS: Final = range(49_000)
+
+FLOOD: Final = Service("flood")
+OUTSTANDING: Final = 300
+LIGHT: Final = Service("light", priority=1)
+LIGHT_FROM: Final = 1_000_000
+"""Request ids from here on are the light tenant's."""
+LIGHT_RATE: Final = 0.15
+"""Its requests a second."""
+LIGHT_PROMPTS: Final = ((32, 128), (128, 512))
+LIGHT_OUTPUTS: Final = (16, 96)
+"""Tokens, at least and at most; of the prompts one kind is as likely as the other."""
+WARM_UP_SECONDS: Final = 60.0
+
+POLICIES: Final = ("fcfs", "priority", "fair")
+SHARES: Final = {"p50": 0.5, "p99": 0.99}
+WITHIN: Final = 1.5
+"""What "fair" is to stay within, in times of the yardstick, at the median and at the 99th percentile."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What the flood takes: tokens of its prompts and outputs, at least and at most, and the blocks there are."""
+
+    name: str
+    prompts: tuple[int, int]
+    outputs: tuple[int, int]
+    blocks: int
+
+
+SCENARIOS: Final = (
+    Scenario("all seats", (200, 1000), (200, 600), 4096),
+    Scenario("all blocks", (200, 1000), (200, 600), 1024),
+    Scenario("seats and blocks", (200, 1000), (200, 600), 1536),
+    Scenario("the token budget", (800, 2000), (16, 64), 4096),
+)
+
+
+class _Over(msgspec.Struct, frozen=True, tag=True):
+    """A step has taken its time."""
+
+    answer: scheduler.StepDone
+    reply_to: Address[scheduler.StepDone]
+
+
+_DeviceInbox: TypeAlias = executor.ExecutorMessage | _Over
+
+
+class Device(Actor[_DeviceInbox]):
+    """An executor that takes its time, so many times the model's, and knows one token. One step after another."""
+
+    def __init__(self, context: Context[_DeviceInbox], slowness: float) -> None:
+        self._context = context
+        self._slowness = slowness
+        self._rows = Rows()
+        self._free_at = 0.0
+
+    def handle(self, message: _DeviceInbox) -> None:
+        if isinstance(message, _Over):
+            message.reply_to.tell(message.answer)
+            return
+        sampling = self._rows.compute(message)
+        decodes = sum(chunk.token_count == 1 for chunk in message.chunks)
+        prefill = sum(chunk.token_count for chunk in message.chunks) - decodes
+        seconds = STEP_SECONDS + ROW_SECONDS * decodes + TOKEN_SECONDS * prefill
+        now = self._context.clock.now()
+        self._free_at = max(self._free_at, now) + self._slowness * seconds
+        answer = scheduler.StepDone(message.epoch, message.step, sampling, (SAMPLED_TOKEN,) * len(sampling))
+        self._context.after(self._free_at - now, _Over(answer, message.reply_to))
+
+
+class Clients(Actor[detokenizer.DetokenizerMessage]):
+    """Both tenants: hear every token and every end."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self.waits: dict[RequestId, float] = {}
+        """Seconds from arrival to the first token, of the light tenant's requests."""
+        self.light_ended = 0
+        self.flood_tokens = 0
+        """Of the prompts and outputs of the flood's requests that have ended."""
+        self.preemptions = 0
+        self.preemptions_most = 0
+        """Of one request."""
+
+    def handle(self, message: detokenizer.DetokenizerMessage) -> None:
+        if isinstance(message, detokenizer.TokensReady):
+            for request_id in message.request_ids:
+                if request_id >= LIGHT_FROM and request_id not in self.waits:
+                    self.waits[request_id] = self._trial.waited(request_id)
+        elif isinstance(message, detokenizer.RequestEnded):
+            assert message.reason == "length", f"{message.request_id} ended otherwise: {message}"
+            self.preemptions += message.preemptions
+            self.preemptions_most = max(self.preemptions_most, message.preemptions)
+            if message.request_id >= LIGHT_FROM:
+                self.light_ended += 1
+            else:
+                self.flood_tokens += message.usage.prompt_tokens + message.usage.output_tokens
+                self._trial.flood()
+
+
+class Deaf:
+    """An observer that wants to know nothing."""
+
+    def tell(self, message: observer.ObserverMessage, /) -> None:
+        """Do nothing."""
+
+
+class Trial:
+    """One seed's requests of the light tenant, beside the flood under a policy; without one, alone on half."""
+
+    def __init__(self, scenario: Scenario, policy: str | None, seed: int, requests: int) -> None:
+        self.clients = Clients(self)
+        self._scenario = scenario
+        self._is_alone = policy is None
+        self._requests = requests
+        self._light = random.Random(f"light {seed}")
+        self._flood = random.Random(f"flood {seed}")
+        self._flooded = 0
+        self._came_at: dict[RequestId, float] = {}
+        limits = Limits(TOKEN_BUDGET, RUNNING_MAX, long_prefill_tokens=TOKEN_BUDGET // 4)
+        plane = ControlPlane(limits, WATERMARK, scheduler.SetPolicy(policy or "fcfs"), MAILBOX_CAPACITY, Deaf())
+        slowness = 2.0 if self._is_alone else 1.0
+        cast = plane.cast(lambda context: Device(context, slowness), self.clients)
+        self._simulation = Simulation(cast, seed, record=False)
+        self._to = self._simulation.find(plane.scheduler)
+
+    def run(self) -> None:
+        """Until the light tenant has all its answers."""
+        self._to.tell(scheduler.ExecutorReady(self._scenario.blocks + 1, BLOCK_SIZE))  # one is the null block
+        if not self._is_alone:
+            for _ in range(OUTSTANDING):
+                self.flood()
+        at = WARM_UP_SECONDS
+        for number in range(self._requests):
+            at += self._light.expovariate(LIGHT_RATE)
+            self._simulation.at(at, partial(self._light_comes, RequestId(LIGHT_FROM + number)))
+        while self.clients.light_ended < self._requests:
+            self._simulation.run(until_seconds=at, steps_max=sys.maxsize)
+            if self._simulation.failure is not None:
+                raise self._simulation.failure
+            at += 1.0
+        assert len(self.clients.waits) == self._requests, "each of them got a first token"
+
+    def waits(self, share: float) -> float:
+        """Seconds that so many of the light tenant's requests waited for their first tokens, at most."""
+        return percentile(list(self.clients.waits.values()), share)
+
+    def waited(self, request_id: RequestId) -> float:
+        """Seconds since this request of the light tenant came."""
+        return self._simulation.clock.now() - self._came_at[request_id]
+
+    def flood_rate(self) -> float:
+        """Tokens of the flood a second."""
+        return self.clients.flood_tokens / self._simulation.clock.now()
+
+    def flood(self) -> None:
+        """One more request of the flood."""
+        self._flooded += 1
+        length, outputs = self._flood.randint(*self._scenario.prompts), self._flood.randint(*self._scenario.outputs)
+        self._send(RequestId(self._flooded), self._flood, length, outputs, FLOOD)
+
+    def _light_comes(self, request_id: RequestId) -> None:
+        self._came_at[request_id] = self._simulation.clock.now()
+        length = self._light.randint(*self._light.choice(LIGHT_PROMPTS))
+        self._send(request_id, self._light, length, self._light.randint(*LIGHT_OUTPUTS), LIGHT)
+
+    def _send(self, request_id: RequestId, chance: random.Random, length: int, outputs: int, service: Service) -> None:
+        prompt = tuple(chance.choices(WORDS, k=length))
+        sampling = Sampling(max_tokens=outputs, ignore_eos=True)
+        now = self._simulation.clock.now()
+        self._to.tell(scheduler.Admit(request_id, prompt, sampling, TOKEN_LIMIT, service, now))
+
+
+def trials(scenario: Scenario, policy: str | None, seeds: int, requests: int) -> list[Trial]:
+    """One for each seed, over and done with."""
+    done = []
+    for seed in range(seeds):
+        print(f"{scenario.name}, {policy or 'alone'}, seed {seed}", file=sys.stderr, flush=True)
+        trial = Trial(scenario, policy, seed, requests)
+        trial.run()
+        done.append(trial)
+    return done
+
+
+def ratios(beside: list[Trial], alone: list[Trial], share: float) -> list[float]:
+    """What waiting beside the flood is to waiting alone on half the machine, for each seed."""
+    return [ours.waits(share) / theirs.waits(share) for ours, theirs in zip(beside, alone, strict=True)]
+
+
+def row(scenario: Scenario, policy: str | None, done: list[Trial], alone: list[Trial]) -> dict[str, object]:
+    """Of the table."""
+    figures: dict[str, object] = {"the flood takes": scenario.name, "policy": policy or "(alone, on half)"}
+    for name, share in SHARES.items():
+        figures[f"{name}, s"] = f"{statistics.mean(trial.waits(share) for trial in done):.2f}"
+    for name, share in SHARES.items():
+        each = ratios(done, alone, share)
+        figures[f"{name} to alone (range)"] = f"{statistics.mean(each):.2f} ({min(each):.2f}..{max(each):.2f})"
+    figures["flood, tokens/s"] = f"{statistics.mean(trial.flood_rate() for trial in done):.0f}" if policy else "-"
+    figures["preemptions"] = f"{statistics.mean(trial.clients.preemptions for trial in done):.0f}"
+    figures["of one request"] = max(trial.clients.preemptions_most for trial in done)
+    return figures
+
+
+def main() -> None:
+    arguments = options(__doc__, seeds=5, requests=100)
+    rows: list[dict[str, object]] = []
+    worst = 0.0
+    for scenario in SCENARIOS:
+        alone = trials(scenario, None, arguments.seeds, arguments.requests)
+        rows.append(row(scenario, None, alone, alone))
+        for policy in POLICIES:
+            done = trials(scenario, policy, arguments.seeds, arguments.requests)
+            rows.append(row(scenario, policy, done, alone))
+            if policy == "fair":
+                worst = max(worst, *(statistics.mean(ratios(done, alone, share)) for share in SHARES.values()))
+    verdict = f"{worst:.2f}, {'within' if worst <= WITHIN else 'NOT within'} {WITHIN}"
+    report(rows, arguments.json, seeds=arguments.seeds, requests=arguments.requests, fair_at_worst=verdict)
+
+
+if __name__ == "__main__":
+    main()

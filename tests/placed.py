@@ -85,6 +85,8 @@ PLAYER: Role[Protocol] = Role("player", Protocol, 100_000, urgent=(Urgent,))
 OTHER: Role[Protocol] = Role("other", Protocol, 100_000, urgent=(Urgent,))
 CHILD: Role[Protocol] = Role("child", Protocol, 100)
 
+_BY_NAME = {role.name: role for role in (PLAYER, OTHER, CHILD)}
+
 CROWDED: Role[Note] = Role("crowded", Note, 10)
 """Somebody with a small mailbox, who does not look into it."""
 
@@ -149,6 +151,8 @@ class Player(Actor[Protocol]):
                 return Answer(int(0 <= time.monotonic() - context.clock.now() < 60))
             case "watch":
                 context.watch(OTHER)
+            case "dismiss":
+                context.dismiss(_BY_NAME[text], drop=number > 0)
             case "find":
                 return Answer(0, _error_of(lambda: context.find(Role(text, Note, 1))))
             case "spawn":
@@ -157,6 +161,10 @@ class Player(Actor[Protocol]):
                 child.tell(Note(number))
             case "spawn and tell":
                 context.spawn(Part(CHILD, player)).tell(Do(text, text="child"))
+            case "spawn that it dismisses":
+                context.spawn(Part(CHILD, player)).tell(Do("dismiss", number, text))
+            case "dismiss the child":
+                context.dismiss(CHILD)
             case "spawn and show":
                 self._sink.tell(Carry(context.spawn(Part(CHILD, player)), (), number))
             case "send":

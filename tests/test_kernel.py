@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import pickle
 import random
 import signal
@@ -24,6 +25,7 @@ from kernel_support import (
     NET_SECONDS,
     Do,
     ManualClock,
+    ManualTimer,
     Note,
     Question,
     Troupe,
@@ -64,6 +66,7 @@ from cuelight.kernel import (
     ask,
     get_logger,
 )
+from cuelight.kernel.ref import Deadlines
 from cuelight.kernel.system import TURN_MESSAGES
 
 
@@ -120,7 +123,7 @@ def part(
 
 def mailbox(capacity: int = 4) -> tuple[Mailbox, ManualClock]:
     clock = ManualClock()
-    return Mailbox("box", capacity, frozenset({Note, Urgent}), frozenset({Urgent}), clock), clock
+    return Mailbox(Role("box", Note | Urgent, capacity, urgent=(Urgent,)), clock), clock
 
 
 # Mailboxes and addresses.
@@ -156,8 +159,8 @@ def test_entries_that_come_back_are_first_in_their_lane_and_count_once() -> None
         box.put(message)
     urgent, ordinary = [box.take(), box.take()], [box.take()]
     box.put(Urgent(4))
-    box.put_back(urgent, urgent=True)
-    box.put_back(ordinary, urgent=False)
+    box.give_back(box.urgent, urgent, lost=False)
+    box.give_back(box.ordinary, ordinary, lost=False)
     assert box.statistics().delivered == 0
     assert [box.take()[2] for _ in range(5)] == [Urgent(2), Urgent(3), Urgent(4), Note(0), Note(1)]
 
@@ -225,10 +228,10 @@ def test_a_closed_mailbox_counts_what_it_drops(drop: bool) -> None:
 
 
 def test_a_mailbox_is_made_with_sense() -> None:
-    with pytest.raises(AssertionError):
-        Mailbox("none", 0, frozenset({Note}), frozenset(), ManualClock())
-    with pytest.raises(AssertionError):
-        Mailbox("odd", 1, frozenset({Note}), frozenset({Urgent}), ManualClock())
+    with pytest.raises(AssertionError, match="at least one message"):
+        Role("none", Note, 0)
+    with pytest.raises(TypeError, match="urgent must be"):
+        Role("odd", Note, 1, urgent=(Urgent,))
 
 
 @on_each_loop
@@ -307,6 +310,110 @@ async def test_ask_gets_the_one_answer_or_gives_up() -> None:
     with pytest.raises(ActorStopped, match="answers"):
         await ask(system.find(playing), Question, NET_SECONDS)
     assert system.statistics()["answers"].dropped == 0  # it was not even told
+
+
+def test_all_that_wait_share_one_timer() -> None:
+    clock, loop = ManualClock(), asyncio.new_event_loop()
+    deadlines = Deadlines(loop, clock)
+    answered = [loop.create_future() for _ in range(1000)]
+    gone = [weakref.ref(future) for future in answered]
+    silent: dict[float, asyncio.Future[object]] = {
+        seconds: loop.create_future() for seconds in (7.0, 3.0, 60.0, 3.0005)
+    }
+    for seconds, future in silent.items():
+        deadlines.add(future, seconds)
+    while answered:
+        deadlines.add(answered[-1], 60.0)
+        del deadlines.due[answered.pop()]
+    assert not [future for future in gone if future() is not None], "whoever waits for long keeps no others"
+    assert clock.pending == 1
+    late = {}
+    for _ in range(9000):
+        clock.advance(0.001)
+        for seconds in [seconds for seconds, future in silent.items() if future.done()]:
+            late[seconds] = clock.seconds - seconds
+            with pytest.raises(AskTimeout):
+                silent[seconds].result()
+            del deadlines.due[silent.pop(seconds)]
+        assert clock.pending == 1
+    assert list(late) == [3.0, 3.0005, 7.0]
+    assert all(0 <= seconds < 0.005 for seconds in late.values())
+    deadlines.close()
+    assert clock.pending == 1  # the last one still waits
+    deadlines.add(loop.create_future(), math.inf)
+    clock.advance(60.0)
+    assert isinstance(silent[60.0].exception(), AskTimeout)
+    assert clock.pending == 0  # whoever waits forever needs no timer
+    loop.close()
+
+
+def test_whoever_waits_no_longer_leaves_no_timer_behind() -> None:
+    clock, loop = ManualClock(), asyncio.new_event_loop()
+    deadlines, future = Deadlines(loop, clock), loop.create_future()
+    deadlines.add(future, 1.0)
+    del deadlines.due[future]
+    assert clock.pending == 1
+    deadlines.close()
+    assert clock.pending == 0
+    loop.close()
+
+
+def test_many_that_wait_in_vain_are_not_looked_at_all_the_time() -> None:
+    clock, loop = ManualClock(), asyncio.new_event_loop()
+    deadlines, looks, call_later = Deadlines(loop, clock), list[float](), clock.call_later
+    waiting = [loop.create_future() for _ in range(1000)]
+    for number, future in enumerate(waiting):
+        deadlines.add(future, 1 + number / 1e5)
+
+    def count(delay: float, callback: Callable[[], object], /) -> ManualTimer:
+        looks.append(delay)
+        return call_later(delay, callback)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "call_later", count)
+        clock.advance(2.0)
+    assert all(isinstance(future.exception(), AskTimeout) for future in waiting)
+    assert 1 <= len(looks) <= 6  # within 10 ms
+    loop.close()
+
+
+@on_each_loop
+async def test_asks_time_out_each_in_its_own_time() -> None:
+    kept: list[Question] = []
+    silent = role("keeps")
+    async with System([part(silent, [], lambda _, message: kept.append(message))]) as system:
+        ref = system.find(silent)
+        patient = asyncio.create_task(ask(ref, Question, NET_SECONDS))
+        await until(lambda: len(kept) == 1)
+        for timeout in (0.02, 0.001, 0.0, 0.01):
+            with pytest.raises(AskTimeout, match=f"within {timeout} s"):
+                await ask(ref, Question, timeout)
+        assert not patient.done()
+        kept[0].reply_to.tell(42)
+        assert await patient == 42
+        late = asyncio.create_task(ask(ref, Question, 0.05))
+        await until(lambda: len(kept) == 6)
+    with pytest.raises(AskTimeout):  # also when the system has ended meanwhile
+        await late
+
+
+@on_each_loop
+async def test_whoever_has_no_system_here_can_be_asked_too() -> None:
+    """Such as an actor at the other end of a wire, or one that belongs to another loop."""
+    other = asyncio.new_event_loop()
+    clock = ManualClock()
+    heard: list[Question] = []
+    for deadlines in (None, Deadlines(other, clock)):
+        ref = Ref("far", heard.append)
+        ref.deadlines = deadlines
+        with pytest.raises(AskTimeout, match="far"):
+            await ask(ref, Question, 0)
+        asking = asyncio.create_task(ask(ref, Question, NET_SECONDS))
+        await settle()
+        heard[-1].reply_to.tell(42)
+        assert await asking == 42
+        assert clock.pending == 0
+    other.close()
 
 
 # Fairness.
@@ -883,7 +990,7 @@ async def test_a_spawned_actor_is_the_last_of_the_cast_and_leaves_it_when_dismis
         ref = system.spawn(troupe.part("b"))
         ref.tell(Note(1))
         assert system.find(player("b")) is ref
-        assert [each.role.name for each in system.parts()] == ["a", "b"]
+        assert [each.name for each in system.roles()] == ["a", "b"]
         with pytest.raises(AssertionError, match="two parts play 'b'"):
             system.spawn(troupe.part("b"))
         troupe.news()
@@ -1521,3 +1628,16 @@ async def test_a_task_cancelled_from_outside_ends_the_system(whom: str) -> None:
     assert ends == ["end"]
     assert system.failure is None  # nobody has crashed
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_results_of_a_worker_with_a_queue_come_in_order_and_leave_no_thread() -> None:
+    """While work waits, another thread wakes the loop; what came before and after that is still in order."""
+    worker, heard = _worker(asyncio.get_running_loop())
+    for number in range(200):
+        worker.submit(lambda number=number: number, done=str, failed=repr)
+        if number % 50 == 0:
+            await asyncio.sleep(0)
+    worker.close()
+    await worker.ended()
+    assert heard.messages == [str(number) for number in range(200)]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("test worker")]

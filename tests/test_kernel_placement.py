@@ -17,7 +17,8 @@ import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Never, TypeVar, cast
@@ -79,7 +80,7 @@ from cuelight.kernel import (
     ask,
 )
 from cuelight.kernel.placement import Placed
-from cuelight.kernel.wire import WINDOW, Wire
+from cuelight.kernel.wire import WINDOW, Remote, Wire
 
 M = TypeVar("M")
 
@@ -301,12 +302,12 @@ async def test_messages_cross_both_ways_in_order(place: Placement) -> None:
 async def test_addresses_within_messages_work_at_the_other_end(place: Placement) -> None:
     answers: list[asyncio.Future[Answer]] = [asyncio.get_running_loop().create_future() for _ in range(4)]
 
-    class Back:
+    class Once:
         def __init__(self, future: asyncio.Future[Answer]) -> None:
             self.tell = future.set_result
 
     async with theatre(place) as stage:
-        addresses = tuple(map(Back, answers))
+        addresses = tuple(map(Once, answers))
         stage.player.tell(Greet(addresses[:2], Inner(addresses[2:])))
         assert [(await answer).number for answer in answers] == [0, 1, 2, 3]
 
@@ -415,12 +416,100 @@ async def test_a_spawned_actors_address_is_good_for_others(place: Placement, gat
             assert -1 not in stage.numbers()
 
 
+@everywhere
+@pytest.mark.parametrize("life", [InLoop(), OnThread()], ids=lambda place: type(place).__name__)
+@played
+async def test_a_spawned_actor_watches_those_of_the_cast(place: Placement, life: Placement) -> None:
+    """Until it has stopped, or the life that spawned it is over."""
+    async with theatre(place, Part(OTHER, player, PATIENT, life)) as stage:
+        stage.tell("spawn and tell", text="watch")
+        await until(lambda: "other" in _watchers(stage))
+        stage.system.find(OTHER).tell(Do("raise", text="the first"))
+        await until(lambda: stage.all(Terminated))
+        assert "the first" in stage.all(Terminated)[0].error  # the child was told, and passed it on
+        stage.tell("dismiss the child")
+        await stage.do("who")
+        stage.system.find(OTHER).tell(Do("raise", text="the second"))
+        await stage.do("who", to=stage.system.find(OTHER))
+        await stage.do("who")
+        assert len(stage.all(Terminated)) == 1
+        stage.tell("spawn and tell", text="watch")
+        await until(lambda: "other" in _watchers(stage))
+        if not isinstance(place, InLoop):
+            stage.tell("raise", text="their home")
+            await until(lambda: _watchers(stage) == {"player": 1})
+        stage.system.dismiss(OTHER)
+        await until(lambda: "other" not in stage.system.statistics())
+        await stage.do("who")
+        await stage.do("who")
+        heard = [message for message in stage.all(Terminated) if message.actor == "other"]
+        assert len(heard) == (2 if isinstance(place, InLoop) else 1)
+
+
+def _watchers(stage: Theatre) -> dict[str, int]:
+    """How many watch each of those who are watched."""
+    return {name: len(seat.watchers) for name, seat in stage.system._seats.items() if seat.watchers}
+
+
+@everywhere
+@pytest.mark.parametrize("action", ["dismiss", "spawn that it dismisses"])
+@played
+async def test_an_actor_dismisses_those_of_the_cast(place: Placement, action: str) -> None:
+    async with theatre(place, Part(OTHER, player, PATIENT, place)) as stage:
+        for number in range(100):
+            stage.system.find(OTHER).tell(Note(number))
+        stage.tell(action, text="other")
+        await until(lambda: "other" not in stage.system.statistics())
+        assert stage.numbers() == list(range(100))
+        await stage.do("who")
+        assert stage.all(Terminated) == []
+
+
+@everywhere
+@pytest.mark.parametrize("drop", [False, True])
+@played
+async def test_an_actor_dismisses_itself(place: Placement, drop: bool) -> None:
+    async with theatre(place) as stage:
+        stage.tell("dismiss", int(drop), "player")
+        for number in range(100):
+            stage.player.tell(Note(number))
+        assert await stage.ended() == Terminated("player", "", is_restarting=False)
+        await until(lambda: "player" not in stage.system.statistics())
+        assert stage.numbers() == ([] if drop else list(range(100)))
+        assert stage.player.is_stopped
+        assert stage.all(Answer)[-1].text == "stopped"
+
+
+@everywhere
+@played
+async def test_to_dismiss_nobody_is_a_mistake_and_to_dismiss_twice_is_none(place: Placement) -> None:
+    async with theatre(place, Part(OTHER, player)) as stage:
+        stage.tell("dismiss", text="other")
+        stage.tell("dismiss", text="other")
+        await stage.do("who")
+        assert stage.all(Terminated) == []
+        stage.tell("dismiss", text="child")
+        assert "KeyError('child')" in (await stage.ended()).error
+
+
 @elsewhere
 @played
-async def test_a_spawned_actor_watches_only_its_own_side(place: Placement) -> None:
-    async with theatre(place, Part(OTHER, player)) as stage:
-        stage.tell("spawn and tell", text="watch")
-        assert "KeyError('other')" in (await stage.ended()).error
+async def test_what_is_dropped_and_has_not_begun_is_not_handled(place: Placement, gate: Gate) -> None:
+    """Also of what was handed over, as much of it as the window holds."""
+    async with theatre(place) as stage:
+        stage.tell("gate", text=gate.path)
+        await until(gate.is_reached)
+        for number in range(200):
+            stage.player.tell(Note(number))
+        await until(lambda: stage.system.statistics()["player"].length == 201 - WINDOW)
+        mailbox = stage.system._seats["player"].mailbox
+        stage.system.dismiss(PLAYER, drop=True)
+        await asyncio.sleep(0)
+        gate.open()
+        await stage.ended()
+        assert stage.numbers() == []
+        statistics = mailbox.statistics()
+        assert (statistics.length, statistics.delivered, statistics.dropped) == (0, 1, 200)
 
 
 @everywhere
@@ -550,10 +639,10 @@ async def test_a_dropped_address_is_forgotten(place: Placement) -> None:
         await until(lambda: sum(kept()) < 50)
         held = asyncio.get_running_loop().create_future()
 
-        class Back:
+        class Holder:
             tell = held.set_result
 
-        stage.player.tell(Hold(Back()))
+        stage.player.tell(Hold(Holder()))
         gc.collect()
         await stage.do("answer held", 3)
         assert (await held) == Answer(3)
@@ -561,11 +650,67 @@ async def test_a_dropped_address_is_forgotten(place: Placement) -> None:
         await until(lambda: sum(kept()) == 0)
 
 
+@elsewhere
+@played
+async def test_an_address_of_a_life_that_is_over_keeps_nothing(place: Placement) -> None:
+    async with theatre(place) as stage:
+        stage.tell("spawn and show")
+        await until(lambda: stage.all(Carry))
+        stale = cast(Remote, stage.all(Carry)[0].to)
+        stage.tell("raise")
+        await stage.ended()
+        for _ in range(100):
+            stale.wire.tell(0, (Hold,), Hold(Back()))
+        assert stale.wire._kept == {}
+        await stage.do("who")
+
+
+class Back:
+    """An address of no actor."""
+
+    def tell(self, message: Answer) -> None:
+        raise AssertionError("nobody answers")
+
+
+@dataclass(frozen=True)
+class BackOfData(Back):
+    """One that msgpack takes for a value."""
+
+    number: int = 0
+
+
+class BackOfFields(msgspec.Struct, frozen=True):
+    """The same as a struct."""
+
+    number: int = 0
+    tell = Back.tell
+
+
+class BackOfNumber(IntEnum):
+    """The same as a number, which could be that of another address."""
+
+    ONE = 1
+
+    def tell(self, message: Answer) -> None:
+        raise AssertionError("nobody answers")
+
+
+@elsewhere
+@played
+async def test_an_address_that_is_a_value_is_refused_at_the_sender(place: Placement) -> None:
+    async with theatre(place) as stage:
+        for address in (BackOfData(), BackOfFields(), BackOfNumber.ONE):
+            with pytest.raises(NotSendable, match=r"Hold cannot be decoded: .*[aA]ddress"):
+                stage.player.tell(Hold(address))
+        assert (await stage.do("who")).text
+        assert stage.all(Terminated) == []
+
+
 def _wires(of: Callable[[Wire], M]) -> Callable[[], list[M]]:
     """What is true of each wire's near end that is in use."""
 
     def look() -> list[M]:
-        return [of(each._wire) for each in gc.get_objects() if type(each) is Placed and not each._gone.is_set()]
+        return [of(each._wire) for each in gc.get_objects() if type(each) is Placed and not each.end.done()]
 
     return look
 
@@ -646,7 +791,7 @@ async def test_what_cannot_be_sent_is_refused_at_the_sender(place: OnThread | In
         stage.player.tell(Padded(bytes(900)))
         with pytest.raises(MessageTooLarge, match=r"Padded has 1\d\d\d bytes; 1000 may cross"):
             stage.player.tell(Padded(bytes(1000 - 7)))
-        with pytest.raises(NotSendable, match="these bytes are no placed:Note"):
+        with pytest.raises(NotSendable, match="placed:Note cannot be decoded"):
             stage.player.tell(Note(cast(int, "three")))
         with pytest.raises(NotSendable, match="Note cannot cross: a object cannot be encoded"):
             stage.player.tell(Note(cast(int, object())))
@@ -750,7 +895,7 @@ async def test_an_actor_that_exits_has_crashed(place: Placement, number: int) ->
     async with theatre(place) as stage:
         stage.tell("exit", number)
         stage.player.tell(Note(1))
-        assert (await stage.ended()).error == f"actor 'player' died: SystemExit({number})"
+        assert (await stage.ended()).error == f"actor 'player' crashed on Do: RemoteError('SystemExit({number})')"
         await until(lambda: stage.numbers() == [1])
 
 
@@ -1131,6 +1276,40 @@ def test_a_program_on_the_command_line(tmp_path: Path) -> None:
     done = outcome("-c", textwrap.dedent(ACTORS + GUARDED), cwd=tmp_path)
     assert done.returncode == 1
     assert "'show' was defined at a prompt; a process can only import what a file defines" in done.stderr
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_a_parent_without_outputs_or_directory_has_children_all_the_same(
+    tmp_path: Path, closed: tuple[int, ...]
+) -> None:
+    script = """
+        import asyncio, os
+        from cuelight.kernel import *
+
+        PROOF = Role("proof", str, 1)
+
+        class Proof(Actor[str]):
+            def handle(self, message):
+                open(message, "w").write(" ".join(os.readlink(f"/proc/self/fd/{{each}}") for each in {closed}))
+
+        async def prove():
+            async with System([Part(PROOF, build, placement=InProcess())]) as system:
+                system.find(PROOF).tell({folder!r} + "/proof")
+
+        def build(context):
+            return Proof()
+
+        if __name__ == "__main__":
+            os.mkdir("gone")
+            os.chdir("gone")
+            os.rmdir("../gone")
+            for each in {closed}:
+                os.close(each)
+            asyncio.run(prove())
+    """
+    done = outcome(program(tmp_path, "script.py", script.format(folder=str(tmp_path), closed=closed)), cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert set((tmp_path / "proof").read_text().split()) == {"/dev/null"}
 
 
 @contextmanager

@@ -204,6 +204,37 @@ def test_a_history_holds_what_can_be_encoded_and_the_type_of_all_else() -> None:
     ]
 
 
+def test_a_history_does_not_say_where_in_memory_anything_was() -> None:
+    objects: list[object] = []  # all stay alive, so that each has a place of its own
+
+    def place() -> str:
+        objects.append(object())
+        return repr(objects[-1])
+
+    def break_down(_player: Player, message: object) -> None:
+        if isinstance(message, Note):
+            raise LookupError(f"no {place()}, nor {place()}")
+
+    def watch(player: Player, message: object) -> None:
+        if message is None:
+            player.context.watch(role("actor"))
+
+    def history() -> bytes:
+        simulation = Troupe().add("actor", break_down, MANY).add("watcher", watch).open()
+        simulation.run()
+        simulation.find(role("actor")).tell(Note(0))
+        for told in (Letter(place()), Parcel({place(): {place()}})):
+            simulation.find(role("watcher")).tell(told)
+        simulation.run()
+        return simulation.history
+
+    first, second = history(), history()
+    assert len(set(map(repr, objects))) == len(objects) == 10
+    assert first == second
+    assert first.count(b"no <object object at 0x>, nor <object object at 0x>") == 2  # its end, and `Terminated`
+    assert first.count(b"<object object at 0x>") == 7
+
+
 def test_nothing_is_recorded_where_nobody_wants_it() -> None:
     simulation = Simulation(Troupe().add("actor").parts, 0, record=False)
     tell_all(simulation, "actor", 3)
@@ -237,7 +268,7 @@ TAKE, APPEND, ARRIVE, ENDED = Mailbox.take, Mailbox._append, VirtualMailbox._arr
 
 
 def _swaps(self: Mailbox) -> object:
-    lane = self._urgent or self._ordinary
+    lane = self.urgent or self.ordinary
     if len(lane) > 3:
         lane.rotate(1)
     return TAKE(self)
@@ -257,8 +288,8 @@ def _loses(self: Mailbox) -> object:
 
 def _forgets(self: Mailbox) -> None:
     self._dropped += len(self)
-    self._urgent.clear()
-    self._ordinary.clear()
+    self.urgent.clear()
+    self.ordinary.clear()
 
 
 def _remembers(self: Mailbox) -> None:
@@ -275,7 +306,7 @@ def _gives_up(self: VirtualMailbox, sender: str, *, is_killed: bool) -> None:
 
 
 def _hastens(self: VirtualMailbox, message: object, sender: str = "(own)") -> None:
-    APPEND(self, self._ordinary, message, sender)
+    APPEND(self, self.ordinary, message, sender)
 
 
 def _drops(self: VirtualMailbox, *, drop: bool) -> None:

@@ -42,7 +42,7 @@ from cuelight.kernel import (
     System,
     ask,
 )
-from cuelight.kernel.supervision import Supervision
+from cuelight.kernel.supervision import judge
 
 AGAIN = Fate(restarts_max=10)
 """Restarts alone; 0.05 s after the first crash."""
@@ -60,8 +60,8 @@ def born(*lives: str) -> list[str]:
 
 def test_each_restart_in_the_window_waits_twice_as_long_up_to_a_maximum() -> None:
     fate = Fate(restarts_max=100, window_seconds=60.0, backoff_seconds=0.1, backoff_max_seconds=1.0)
-    supervision = Supervision(Steady(0.0))
-    delays = [supervision.judge("a", fate, ["a"], now=number * 0.1).delay_seconds for number in range(100)]
+    crashes: list[float] = []
+    delays = [judge("a", fate, crashes, ["a"], number * 0.1, Steady(0.0)).delay_seconds for number in range(100)]
     assert delays[:6] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
     assert set(delays[4:]) == {1.0}
 
@@ -69,8 +69,8 @@ def test_each_restart_in_the_window_waits_twice_as_long_up_to_a_maximum() -> Non
 def test_a_random_part_of_up_to_a_half_is_left_out_of_a_wait() -> None:
     fate = Fate(restarts_max=1000, backoff_seconds=1.0, backoff_max_seconds=1.0)
     chance, same = random.Random(3), random.Random(3)
-    supervision = Supervision(chance)
-    delays = [supervision.judge("a", fate, ["a"], now=0.0).delay_seconds for _ in range(1000)]
+    crashes: list[float] = []
+    delays = [judge("a", fate, crashes, ["a"], 0.0, chance).delay_seconds for _ in range(1000)]
     assert delays == [1 - same.random() / 2 for _ in range(1000)]
     assert 0.5 < min(delays) < 0.51
     assert 0.99 < max(delays) <= 1.0
@@ -78,10 +78,10 @@ def test_a_random_part_of_up_to_a_half_is_left_out_of_a_wait() -> None:
 
 def test_old_crashes_leave_the_window() -> None:
     fate = Fate(restarts_max=2, window_seconds=10.0, backoff_seconds=0.1)
-    supervision = Supervision(Steady(0.0))
+    crashes: list[float] = []
 
     def delay(now: float) -> float | None:
-        verdict = supervision.judge("a", fate, ["a"], now)
+        verdict = judge("a", fate, crashes, ["a"], now, Steady(0.0))
         return None if verdict is None else verdict.delay_seconds
 
     assert [delay(0.0), delay(6.0)] == [0.1, 0.2]
@@ -92,14 +92,28 @@ def test_old_crashes_leave_the_window() -> None:
 
 
 def test_each_actors_crashes_are_its_own() -> None:
-    fate = Fate(restarts_max=1)
-    supervision = Supervision(Steady(0.0))
-    assert supervision.judge("a", fate, ["a", "b"], 0.0) is not None
-    assert supervision.judge("b", fate, ["a", "b"], 0.0) is not None
-    assert supervision.judge("a", fate, ["a", "b"], 0.0) is None
-    supervision.forget("a")
-    assert supervision.judge("a", fate, ["a", "b"], 0.0) is not None
-    assert supervision.judge("b", Fate(), ["a", "b"], 0.0) is None
+    fate, chance = Fate(restarts_max=1), Steady(0.0)
+    crashes: dict[str, list[float]] = {"a": [], "b": []}
+    assert judge("a", fate, crashes["a"], ["a", "b"], 0.0, chance) is not None
+    assert judge("b", fate, crashes["b"], ["a", "b"], 0.0, chance) is not None
+    assert judge("a", fate, crashes["a"], ["a", "b"], 0.0, chance) is None
+    assert judge("b", Fate(), [], ["a", "b"], 0.0, chance) is None
+
+
+@on_each_loop
+async def test_whoever_takes_over_a_role_begins_without_the_crashes_of_another() -> None:
+    once = Fate(restarts_max=1)
+    troupe = Troupe(a=AGAIN)
+    async with troupe.system as system:
+        for _ in range(3):
+            system.spawn(troupe.part("b", once))
+            await troupe.pass_time(0)
+            troupe.tell("b", BREAK)
+            await troupe.pass_time(100)
+            system.dismiss(player("b"))
+            await troupe.pass_time(0)
+        assert troupe.lives["b"] == 6
+        assert not troupe.failures
 
 
 @pytest.mark.parametrize(

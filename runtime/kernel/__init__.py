@@ -1,6 +1,6 @@
 """Actors on asyncio: typed mailboxes, synchronous handlers, one system around a cast. Knows nothing of models."""
 
-from cuelight.kernel.actor import Actor, Context
+from cuelight.kernel.actor import Actor, Context, InLoop, InProcess, OnThread, Part, Placement, Role
 from cuelight.kernel.clock import Clock, LoopClock, Timer
 from cuelight.kernel.errors import (
     ActorCrashed,
@@ -21,61 +21,16 @@ from cuelight.kernel.log import Logger, get_logger
 from cuelight.kernel.mailbox import OWN, Mailbox, MailboxStatistics
 from cuelight.kernel.records import JournalReader, Recorded, read_journal
 from cuelight.kernel.ref import Address, Ref, ask
-from cuelight.kernel.role import InLoop, InProcess, OnThread, Part, Placement, Role
 from cuelight.kernel.simulation import Simulation, SimulationError, for_each_seed
 from cuelight.kernel.supervision import Fate, Strategy, Terminated
 from cuelight.kernel.system import System
 from cuelight.kernel.worker import Worker, WorkerThread
 
-__all__ = [
-    "Actor",
-    "ActorCrashed",
-    "ActorStopped",
-    "Address",
-    "AskTimeout",
-    "Clock",
-    "Context",
-    "Delivered",
-    "Ended",
-    "Event",
-    "Fate",
-    "Faults",
-    "InLoop",
-    "InProcess",
-    "Journal",
-    "JournalError",
-    "JournalReader",
-    "KernelError",
-    "Logger",
-    "LoopClock",
-    "Mailbox",
-    "MailboxFull",
-    "MailboxStatistics",
-    "MessageTooLarge",
-    "NotAccepted",
-    "NotSendable",
-    "OWN",
-    "OnThread",
-    "Part",
-    "Placement",
-    "Recorded",
-    "Ref",
-    "RemoteError",
-    "Role",
-    "SimulatedCrash",
-    "SimulatedKill",
-    "Simulation",
-    "SimulationError",
-    "Started",
-    "Strategy",
-    "System",
-    "Tap",
-    "Terminated",
-    "Timer",
-    "Worker",
-    "WorkerThread",
-    "ask",
-    "for_each_seed",
-    "get_logger",
-    "read_journal",
-]
+__all__ = ["Actor", "Address", "Context", "Ref", "System", "ask"]
+__all__ += ["Fate", "InLoop", "InProcess", "OnThread", "Part", "Placement", "Role", "Strategy", "Terminated"]
+__all__ += ["Clock", "LoopClock", "Mailbox", "MailboxStatistics", "OWN", "Timer", "Worker", "WorkerThread"]
+__all__ += ["ActorCrashed", "ActorStopped", "AskTimeout", "JournalError", "KernelError", "MailboxFull"]
+__all__ += ["MessageTooLarge", "NotAccepted", "NotSendable", "RemoteError", "SimulationError"]
+__all__ += ["Delivered", "Ended", "Event", "Journal", "JournalReader", "Recorded", "Started", "Tap", "read_journal"]
+__all__ += ["Faults", "SimulatedCrash", "SimulatedKill", "Simulation", "for_each_seed"]
+__all__ += ["Logger", "get_logger"]

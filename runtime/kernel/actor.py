@@ -1,15 +1,20 @@
-"""What an actor is, and what it is given."""
+"""What an actor is and what it is given; and a cast as data: who there is, what each accepts, how each is built, where
+it lives and what follows its death.
+"""
 
 from __future__ import annotations
 
 import inspect
 import random
 from abc import ABC, abstractmethod
-from typing import Generic, Never, Protocol, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Generic, Never, Protocol, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from cuelight.kernel.clock import Moment, Timer
 from cuelight.kernel.ref import Ref
-from cuelight.kernel.role import Part, Role
+from cuelight.kernel.supervision import Fate
 from cuelight.kernel.worker import Worker
 
 M = TypeVar("M")
@@ -38,48 +43,29 @@ class Actor(ABC, Generic[M_contra]):
         """Called once, after the last message; not after a crash."""
 
 
-class Surroundings(Protocol):
-    """What a driver of actors does on behalf of one life of an actor."""
-
-    def find(self, role: Role[M]) -> Ref[M]: ...
-    def hire(self, name: str) -> Worker[object]: ...
-    def after(self, seconds: float, message: object) -> Timer: ...
-    def watch(self, role: Role[Never]) -> None: ...
-    def spawn(self, part: Part[M]) -> Ref[M]: ...
-    def dismiss(self, role: Role[Never], *, drop: bool) -> None: ...
-
-
-class Context(Generic[M_contra]):
+class Context(Protocol[M_contra]):
     """An actor's surroundings, for one life: its own address, the others', time, chance, timers and threads."""
 
-    __slots__ = ("_chance", "_seed", "_surroundings", "clock", "ref")
+    @property
+    def ref(self) -> Ref[M_contra]:
+        """Its own address."""
 
-    def __init__(self, ref: Ref[M_contra], clock: Moment, seed: int, surroundings: Surroundings) -> None:
-        self.ref = ref
-        self.clock = clock
+    @property
+    def clock(self) -> Moment:
         """Time as this actor sees it: `clock.now()` is when the message being handled was delivered."""
-        self._seed = seed
-        self._chance: random.Random | None = None
-        self._surroundings = surroundings
 
     @property
     def chance(self) -> random.Random:
         """This life's own source of chance."""
-        if self._chance is None:
-            self._chance = random.Random(self._seed)
-        return self._chance
 
     def find(self, role: Role[M]) -> Ref[M]:
         """The address of the actor that plays `role`. Raises KeyError for a role outside the cast."""
-        return self._surroundings.find(role)
 
     def worker(self, name: str) -> Worker[M_contra]:
         """A new thread for blocking work, which posts its results to this actor. It ends with this life."""
-        return self._surroundings.hire(name)
 
     def after(self, seconds: float, message: M_contra) -> Timer:
         """Post `message` to this actor once, `seconds` from now; not if it is cancelled or this life ends first."""
-        return self._surroundings.after(seconds, message)
 
     def watch(self, role: Role[Never]) -> None:
         """Be told `Terminated` at the end of each life of the actor that plays `role`; at once if it has stopped.
@@ -87,12 +73,79 @@ class Context(Generic[M_contra]):
         A watch outlives restarts of both. Raises KeyError for a role outside the cast, and NotAccepted unless this
         actor's own protocol has `Terminated`.
         """
-        self._surroundings.watch(role)
 
     def spawn(self, part: Part[M]) -> Ref[M]:
         """Add an actor to the running system; see `System.spawn`."""
-        return self._surroundings.spawn(part)
 
     def dismiss(self, role: Role[Never], *, drop: bool = False) -> None:
         """Stop an actor of the running system; see `System.dismiss`."""
-        self._surroundings.dismiss(role, drop=drop)
+
+
+@dataclass(frozen=True)
+class Role(Generic[M_contra]):
+    """A name with a protocol: the key under which the cast finds an actor's address.
+
+    `accepts` is the protocol's union (or its single type), `capacity` the bound of its mailbox in messages. `urgent`
+    messages overtake the others; list with each all those that it must not overtake.
+    """
+
+    name: str
+    accepts: type | UnionType
+    capacity: int
+    urgent: tuple[type, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.capacity > 0, "a mailbox holds at least one message"
+        types = self.message_types()
+        if not all(isinstance(kind, type) for kind in types):
+            raise TypeError(f"{self.name!r} must accept a class or a union of classes, not {self.accepts!r}")
+        if not isinstance(self.urgent, tuple) or not set(self.urgent) <= set(types):
+            raise TypeError(f"urgent must be a tuple of types that {self.name!r} accepts, not {self.urgent!r}")
+
+    def message_types(self) -> tuple[type, ...]:
+        """The members of the protocol, as classes: those of a generic one take messages of any of its types."""
+        is_union = get_origin(self.accepts) in (UnionType, Union)
+        members = get_args(self.accepts) if is_union else (self.accepts,)
+        return tuple(get_origin(member) or member for member in members)
+
+
+@dataclass(frozen=True)
+class InLoop:
+    """The actor lives in its system's event loop: the default, and by far the fastest."""
+
+
+@dataclass(frozen=True)
+class OnThread:
+    """The actor lives in an event loop of its own, on a thread of its own. Messages cross as msgpack."""
+
+    message_bytes_max: int = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """The actor lives in a child process, started afresh; nothing is inherited. Messages cross as msgpack.
+
+    `build` must be a function, or a `functools.partial` of one, that another process can import.
+    """
+
+    message_bytes_max: int = 64 * 1024 * 1024
+
+
+Placement: TypeAlias = InLoop | OnThread | InProcess
+
+
+@dataclass(frozen=True)
+class Part(Generic[M_contra]):
+    """Who plays a role: `build` makes the actor, at the start and at each restart."""
+
+    role: Role[M_contra]
+    build: Callable[[Context[object]], Actor[M_contra]]
+    fate: Fate = field(default_factory=Fate)
+    placement: Placement = field(default_factory=InLoop)
+
+    def __post_init__(self) -> None:
+        name = self.role.name
+        if not isinstance(self.fate, Fate):
+            raise TypeError(f"the fate of {name!r} must be a Fate, not {self.fate!r}; others go by their names")
+        if not isinstance(self.placement, Placement):
+            raise TypeError(f"{name!r} can live InLoop(), OnThread() or InProcess(), not {self.placement!r}")

@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Timer(Protocol):
-    """Something that will happen, unless cancelled first."""
+    """Something that will happen, unless cancelled first. Can be referred to weakly."""
 
     def cancel(self) -> object:
         """Let it not happen; harmless when it already has."""

@@ -37,15 +37,19 @@ def reachable(protocols: Iterable[object]) -> dict[Name, type]:
     """
     found: dict[Name, type] = {}
     searched: set[type] = set()
-    todo = list(protocols)
-    while todo:
-        for kind, hint in members(todo.pop()):
-            name = type_name(kind)
-            if name not in found:
-                found[name] = cast(type, hint)
-                todo.extend(_answers(hint, searched))
-            elif found[name] != hint:
-                raise NotSendable(f"{found[name]} and {hint} cannot be told apart once they have crossed")
+    hints: list[object] = [Address[protocol] for protocol in protocols]  # type: ignore[valid-type]  # as in a message
+    while hints:
+        hint = hints.pop()
+        if not _is_address(hint):
+            hints.extend(get_args(hint))
+            if isinstance(kind := get_origin(hint) or hint, type) and kind not in searched:
+                searched.add(kind)
+                hints.extend(_field_hints(kind))
+            continue
+        for kind, spelled in (member for takes in get_args(hint) for member in members(takes)):
+            if found.setdefault(type_name(kind), cast(type, spelled)) != spelled:
+                raise NotSendable(f"{found[type_name(kind)]} and {spelled} cannot be told apart once they have crossed")
+            hints.append(spelled)
     return found
 
 
@@ -60,19 +64,6 @@ def members(protocol: object) -> Iterator[tuple[type, object]]:
         kind = get_origin(protocol) or protocol
         if isinstance(kind, type):
             yield kind, protocol
-
-
-def _answers(hint: object, searched: set[type]) -> Iterator[object]:
-    """The protocols of the addresses in a message type, however deep."""
-    todo = [hint]
-    while todo:
-        hint = todo.pop()
-        todo.extend(() if _is_address(hint) else get_args(hint))
-        if _is_address(hint):
-            yield from get_args(hint)
-        elif isinstance(kind := get_origin(hint) or hint, type) and kind not in searched:
-            searched.add(kind)
-            todo.extend(_field_hints(kind))
 
 
 def _field_hints(kind: type) -> list[object]:
@@ -114,10 +105,9 @@ class Codec:
         """The message without its type. Raises NotSendable."""
         try:
             return self._encoder.encode(message)
-        except NotSendable as error:
-            raise NotSendable(f"{type(message).__qualname__} cannot cross: {error}") from None
         except Exception as error:  # a value that msgpack has no room for, or that raises when it is looked at
-            raise NotSendable(f"{type(message).__qualname__} cannot cross: {error!r}") from error
+            reason = error if isinstance(error, NotSendable) else repr(error)
+            raise NotSendable(f"{type(message).__qualname__} cannot cross: {reason}") from error
 
     def decode(self, name: Name, body: bytes) -> object:
         """The message of the type of this name.
@@ -126,22 +116,15 @@ class Codec:
             NotAccepted: no such type is among those given.
             NotSendable: the type cannot be decoded, or the bytes do not fit it.
         """
-        decoder = self._decoders.get(name) or self._decoder(name)
-        try:
-            return decoder.decode(body)
-        except Exception as error:  # of msgspec, or of the type's own checks
-            raise NotSendable(f"these bytes are no {name}: {error}") from error
-
-    def _decoder(self, name: Name) -> msgspec.msgpack.Decoder[object]:
         if name not in self._types:
             raise NotAccepted(f"no protocol here has a message {name}")
         try:
-            decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(
-                self._types[name], dec_hook=self._decode_other
-            )
-        except Exception as error:  # msgspec and the annotations each have their own ways to refuse
+            if (decoder := self._decoders.get(name)) is None:
+                decoder = msgspec.msgpack.Decoder(self._types[name], dec_hook=self._decode_other)
+                self._decoders[name] = decoder
+            return decoder.decode(body)
+        except Exception as error:  # of msgspec, of annotations, or of the type's own checks
             raise NotSendable(f"{name} cannot be decoded: {error}") from error
-        return self._decoders.setdefault(name, decoder)
 
     def _decode_other(self, hint: type, value: object) -> object:
         if _is_address(hint) and isinstance(value, str | int):

@@ -17,33 +17,21 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import spawn
-from typing import Final
+from typing import Final, Never
 
-from cuelight.kernel.actor import Actor
-from cuelight.kernel.codec import Name, reachable
-from cuelight.kernel.errors import ActorCrashed, NotSendable, shown
+import uvloop
+
+from cuelight.kernel import wire
+from cuelight.kernel.actor import InLoop, Part, Role
+from cuelight.kernel.codec import AddressId
+from cuelight.kernel.errors import ActorCrashed, shown
 from cuelight.kernel.events import Delivered, Event
-from cuelight.kernel.ref import Address, Ref
-from cuelight.kernel.role import InLoop, Part, Role
+from cuelight.kernel.ref import Ref
 from cuelight.kernel.stage import Seat
 from cuelight.kernel.supervision import Fate
-from cuelight.kernel.system import Performer, System
-from cuelight.kernel.wire import (
-    WINDOW,
-    Begun,
-    Crashed,
-    Deliver,
-    Frame,
-    Packer,
-    Ready,
-    Slow,
-    Stop,
-    Stopped,
-    Watch,
-    Wire,
-    encoded,
-)
+from cuelight.kernel.system import System
 
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG, prctl(2)
 
@@ -60,20 +48,9 @@ class Engagement:
 
     part: Part[object]
     cast: tuple[Role[object], ...]
-    life: int
     seed: int
     bytes_max: int
     slow_handler_seconds: float
-
-
-def vocabulary(engagement: Engagement) -> tuple[dict[Name, type], set[str]]:
-    """The messages that may cross, and the actors known by name at the other end. Raises NotSendable."""
-    protocols = [engagement.part.role.accepts]
-    for role in engagement.cast:
-        with suppress(NotSendable):  # then nothing can be told to that one from elsewhere
-            reachable([role.accepts])
-            protocols.append(role.accepts)
-    return reachable(protocols), {role.name for role in engagement.cast}
 
 
 class _Afar(str):
@@ -85,224 +62,152 @@ class _Afar(str):
 class _Elsewhere(System):
     """A system of one, whose other actors are at the end of a wire."""
 
+    interrupts = ()
+    """There is no program to end here."""
+
     def __init__(self, engagement: Engagement, on_lost: Callable[[], None]) -> None:
         role = engagement.part.role
         # A crash goes to the supervision at the other end; what is handed over comes on top of what is its own.
-        here = replace(role, capacity=role.capacity + WINDOW)
+        here = replace(role, capacity=role.capacity + wire.WINDOW)
         part = replace(engagement.part, role=here, fate=Fate(), placement=InLoop())
-        slow = engagement.slow_handler_seconds
-        super().__init__([part], tap=self._count, on_failure=self._crashed, slow_handler_seconds=slow)
+        super().__init__([part], tap=self._count, slow_handler_seconds=engagement.slow_handler_seconds)
         self._name = role.name
         self._engagement = engagement
         self._on_lost = on_lost
-        self._begun = Begun(0, 0)
-        self._far = {each.name: each for each in engagement.cast}
-        self._far_refs: dict[str, Ref[object]] = {}
-        types, _ = vocabulary(engagement)
-        packer = Packer(types, set(self._far), self._known, engagement.bytes_max, first_id=engagement.life << 32)
-        self.wire = Wire(packer, self)
-
-    def _known(self, name: str) -> Ref[object] | None:
-        if name in self._seats and name == self._name:
-            return self._seats[name].ref
-        if name not in self._far_refs and name in self._far:
-            accepts = self._far[name].message_types()
-            self._far_refs[name] = Ref(name, lambda message: self.wire.tell(name, accepts, message))
-        return self._far_refs.get(name)
+        self._begun = [0, 0]
+        self._watchers: dict[str, set[Seat]] = {}
+        """Of those who were spawned here, who watches whom at the other end."""
+        self.wire = wire.Wire(wire.Packer(engagement.cast, engagement.bytes_max), self.known, self)
+        self._others: dict[str, Ref[object]] = {}
+        for each in engagement.cast:
+            if each.name != self._name:
+                self._others[each.name] = Ref(each.name, partial(self.wire.tell, each.name, each.message_types()))
 
     def known(self, name: str) -> Ref[object] | None:
         """The address of the actor of this name, here or at the other end."""
-        return super().known(name) or self._known(name)
+        return self._others.get(name) or super().known(name)
 
-    def _find_name(self, name: str) -> Ref[object]:
-        if (ref := self.known(name)) is None:
-            raise KeyError(name)
-        return ref
-
-    def parts(self) -> list[Part[object]]:
+    def roles(self) -> list[Role[object]]:
         """Those at the other end too: whoever is spawned here and lives elsewhere is to know them."""
-        far = [Part(role, self._engagement.part.build) for role in self._far.values() if role.name not in self._seats]
-        return [*far, *super().parts()]
+        return list({role.name: role for role in (*super().roles(), *self._engagement.cast)}.values())
 
     def watch(self, watcher: Seat, name: str) -> None:
-        """Here or, for the actor itself, at the other end, which then delivers `Terminated` like any message."""
-        if name in self._seats or name not in self._far or watcher.name != self._name:
+        """Here or at the other end, which for the actor itself delivers `Terminated` like any message."""
+        if name not in self._others:
             super().watch(watcher, name)
-        else:
-            self.wire.send(Watch(name))
+            return
+        is_own = watcher.name == self._name
+        if not is_own:
+            self._watchers[name] = {each for each in self._watchers.get(name, ()) if not each.is_over} | {watcher}
+        self.wire.call("watch", name, is_own)
+
+    def dismiss(self, role: Role[Never], *, drop: bool = False) -> None:
+        """Here or at the other end, where the actor's own seat is too."""
+        if role.name not in self._others and role.name != self._name:
+            super().dismiss(role, drop=drop)
+            return
+        self.wire.call("dismiss", role.name, drop)
+        if drop and role.name == self._name:
+            self.hear_stop(drop)
 
     def report_slow(self, actor: str, message_type: str, seconds: float) -> None:
         """Reported where the system's opener sees it."""
-        self.wire.send(Slow(message_type, seconds))
-
-    def _leave_cast(self, seat: Seat) -> None:
-        super()._leave_cast(seat)
-        if seat.name == self._name:  # it has dismissed itself
-            self._closing.set()
+        self.wire.call("slow", actor, message_type, seconds)
 
     def _report_crash(self, crash: ActorCrashed) -> None:
         if crash.actor != self._name:
             super()._report_crash(crash)
 
-    def _build(self, seat: Seat) -> Actor[object]:
-        try:
-            return super()._build(seat)
-        except SystemExit as error:  # there is no program to end here
-            raise ActorCrashed(seat.name, "construction", error) from error
-
-    async def _live(self, seat: Seat, performer: Performer | None) -> None:
-        try:
-            await super()._live(seat, performer)
-        except SystemExit as error:
-            self._end(seat, ActorCrashed(seat.name, "", error))
-
-    def _begin_life(self, seat: Seat) -> int:
-        seed = super()._begin_life(seat)
-        return self._engagement.seed if seat.name == self._name else seed
+    def seed_of(self, seat: Seat) -> int:
+        """The actor's was drawn at the other end."""
+        return self._engagement.seed if seat.name == self._name else super().seed_of(seat)
 
     def _count(self, event: Event) -> None:
         """A message that was handed over is begun, so there is room for another one."""
-        if not isinstance(event, Delivered) or event.actor != self._name or not isinstance(event.sender, _Afar):
-            return
-        if self._begun == Begun(0, 0):
-            asyncio.get_running_loop().call_soon(self._acknowledge)
-        urgent = self._seats[self._name].mailbox.is_urgent(type(event.message))
-        self._begun = Begun(self._begun.urgent + urgent, self._begun.ordinary + (not urgent))
+        if isinstance(event, Delivered) and isinstance(event.sender, _Afar):
+            if not any(self._begun):
+                asyncio.get_running_loop().call_soon(self._acknowledge)
+            self._begun[self._seats[self._name].mailbox.is_urgent(type(event.message))] += 1
 
     def _acknowledge(self) -> None:
-        if self._begun != Begun(0, 0):
-            self.wire.send(self._begun)
-            self._begun = Begun(0, 0)
+        if any(self._begun):
+            self.wire.call("begun", *self._begun)
+            self._begun = [0, 0]
 
-    def _crashed(self, crash: ActorCrashed) -> None:
-        self._acknowledge()
-        assert crash.__cause__ is not None
-        self.wire.send(_last_words(crash.message_type, crash.__cause__))
+    def hear_stop(self, drop: bool) -> None:
+        """The actor is to stop, when all that was handed over is handled (with `drop`, at once)."""
+        self._closing.set()
+        if drop:
+            self._give_up(self._seats[self._name])
 
-    def heard(self, frame: Frame, /) -> None:
-        """What the other end says to the actor."""
-        match frame:
-            case Deliver(sender, name, body):
-                if (seat := self._seats.get(self._name)) is not None:  # it may have dismissed itself
-                    seat.mailbox.post(self.wire.decode(name, body), _Afar(sender))
-            case Stop(drop):
-                self._drop = self._drop or drop
-                self._closing.set()
-                if drop and self._name in self._seats:
-                    self._seats[self._name].mailbox.close(drop=True)
-            case _:
-                raise AssertionError(f"{type(frame).__name__} is not said to an actor")
-
-    def told(self, address: Address[object], message: object, /) -> None:
-        """The other end has an answer, or a word for an actor that was spawned here."""
-        address.tell(message)
+    def told(self, to: AddressId, sender: str, message: object, /) -> None:
+        """The other end has a message for the actor, news for those who watch, or an answer."""
+        if to == self._name:
+            self._seats[self._name].mailbox.post(message, _Afar(sender))
+        elif isinstance(to, str):
+            for watcher in self._watchers.get(to, ()):
+                watcher.mailbox.post(message, sender)
+        else:
+            self.wire.address(to).tell(message)
 
     def failed(self, message_type: str, error: Exception, /) -> None:
         """A spawned actor, or an answer's address, refused what it was told: its sender is at the other end."""
-        self._fail(ActorCrashed(self._name, message_type, error))
+        self._fail(self._seats[self._name], ActorCrashed(self._name, message_type, error))
 
     def lost(self) -> None:
         """The other end is gone, or has given this life up."""
         self._on_lost()
-        self._drop = True
+        self.is_dropping = True
         self._closing.set()
 
     async def play(self, connection: socket.socket) -> None:
         """This life, from the first frame to the last."""
-        loop = asyncio.get_running_loop()
-        await loop.create_unix_connection(lambda: self.wire, sock=connection)
+        await self.wire.connect(connection)
+        end = wire.Call("stopped", ())
         try:
-            await self.start()
+            async with self:
+                self.wire.call("ready")
+                await self._closing.wait()
         except ActorCrashed as crash:
-            self._crashed(crash)
-        else:
-            self.wire.send(Ready())
-            assert self._host is not None
-            await asyncio.wait([self._host])
-            self._acknowledge()
-            if not self._host.cancelled() and (error := self._host.exception()) is not None:
-                self.wire.send(_last_words("", error))
-            elif self.failure is None:
-                self.wire.send(Stopped())
-        self._on_lost = _nothing
+            assert crash.__cause__ is not None
+            end = _last_words(crash.message_type, crash.__cause__)
+        self._acknowledge()
+        self.wire.send(end)
+        self._on_lost = lambda: None
         await self.wire.finish()
 
 
-def _nothing() -> None:
-    pass
+def _last_words(message_type: str, error: BaseException) -> wire.Call:
+    trace = ""
+    with suppress(Exception):  # of an error that cannot be shown
+        trace = "".join(traceback.format_exception(error)).rstrip().encode(errors="backslashreplace").decode()
+    return wire.Call("crashed", (message_type, shown(error)[:_WORDS_MAX], trace[-_WORDS_MAX:]))
 
 
-def _last_words(message_type: str, error: BaseException) -> Crashed:
-    try:
-        trace = "".join(traceback.format_exception(error)).rstrip()
-    except Exception:
-        trace = ""
-    return Crashed(message_type, shown(error)[:_WORDS_MAX], _sendable(trace[-_WORDS_MAX:]))
-
-
-def _sendable(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
-
-
-def live(connection: socket.socket, engagement: Engagement, on_lost: Callable[[], None] = _nothing) -> None:
+def live(connection: socket.socket, engagement: Engagement, on_lost: Callable[[], None] = lambda: None) -> None:
     """One life, in a new event loop of this thread."""
-
-    async def play() -> None:
-        await _Elsewhere(engagement, on_lost).play(connection)
-
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(play())
+    with connection, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_Elsewhere(engagement, on_lost).play(connection))
 
 
 def main(descriptor: int) -> None:
-    """A child process: its first two messages say how to be like its parent, and what to play."""
+    """A child process: what it is sent first says how to be like its parent, and what to play."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to act upon
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     try:
-        parent, preparation, engagement = (_receive(connection) for _ in range(3))
-        _die_with(int(parent))
-        _prepare(preparation)
-        life = pickle.loads(engagement)
+        with connection.makefile("rb") as words:
+            _die_with(pickle.load(words))
+            preparing.set()
+            spawn.prepare(pickle.load(words))
+            preparing.clear()
+            engagement = pickle.load(words)
     except BaseException as error:
         with suppress(OSError):  # the parent is gone
-            connection.sendall(encoded(_last_words("construction", error)))
+            connection.sendall(wire.encoded(_last_words("construction", error)))
         sys.exit(1)
-    live(connection, life, on_lost=lambda: os._exit(1))
-
-
-def _receive(connection: socket.socket) -> bytes:
-    length = int.from_bytes(_read(connection, 4), "big")
-    return _read(connection, length)
-
-
-def _read(connection: socket.socket, length: int) -> bytes:
-    data = bytearray()
-    while len(data) < length:
-        piece = connection.recv(length - len(data))
-        if not piece:
-            raise EOFError("the parent is gone")
-        data += piece
-    return bytes(data)
-
-
-def _prepare(preparation: bytes) -> None:
-    """Take on the parent's import path and, where the actor comes from there, its main module."""
-    preparing.set()
-    try:
-        spawn.prepare(pickle.loads(preparation))
-    finally:
-        preparing.clear()
+    live(connection, engagement, on_lost=lambda: os._exit(1))
 
 
 def _die_with(parent: int) -> None:

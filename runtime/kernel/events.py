@@ -54,10 +54,9 @@ def guarded(tap: Tap) -> Tap:
 
     def see(event: Event) -> None:
         nonlocal is_broken
-        if is_broken:
-            return
         try:
-            tap(event)
+            if not is_broken:
+                tap(event)
         except Exception as error:
             is_broken = True
             log.error("tap_failed", exc_info=error)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cuelight.kernel.role import InProcess
+from cuelight.kernel.actor import InProcess
 from cuelight.kernel.stage import Seat
 from cuelight.kernel.wire import WINDOW
 

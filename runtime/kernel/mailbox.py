@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Never, TypeAlias
 
+from cuelight.kernel.actor import Role
 from cuelight.kernel.clock import Clock, Moment
 from cuelight.kernel.errors import MailboxFull, NotAccepted
 
@@ -40,52 +41,22 @@ class MailboxStatistics:
 class Mailbox:
     """A bounded queue with one reader. Belongs to the event loop's thread; not thread-safe."""
 
-    __slots__ = (
-        "_closed",
-        "_delivered",
-        "_dropped",
-        "_lanes",
-        "_moment",
-        "_now",
-        "_ordinary",
-        "_peak",
-        "_urgent",
-        "_waiter",
-        "capacity",
-        "is_dropped",
-        "name",
-        "pack",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        capacity: int,
-        accepts: Iterable[type],
-        urgent: Iterable[type],
-        clock: Clock,
-        moment: Moment | None = None,
-    ) -> None:
-        assert capacity > 0, "a mailbox holds at least one message"
-        self.name = name
-        self.capacity = capacity
+    def __init__(self, role: Role[Never], clock: Clock, moment: Moment | None = None) -> None:
+        self.name = role.name
+        self.capacity = role.capacity
         self.pack: Callable[[object], object] | None = None
         """Turns a message into what the queue keeps of it; may raise, at the sender."""
+        self.urgent: deque[Entry] = deque()
+        self.ordinary: deque[Entry] = deque()
+        self._lanes = {kind: self.urgent if kind in role.urgent else self.ordinary for kind in role.message_types()}
         self._moment = moment or Moment()
         self._now = clock.now
-        self._urgent: deque[Entry] = deque()
-        self._ordinary: deque[Entry] = deque()
-        self._lanes = dict.fromkeys(accepts, self._ordinary)
-        for kind in urgent:
-            assert kind in self._lanes, "what is urgent must also be accepted"
-            self._lanes[kind] = self._urgent
         self._waiter: asyncio.Future[None] | None = None
-        self._closed = False
+        self.closed = False
+        """It accepts nothing more."""
         self.is_dropped = False
         """It was closed, and what waited in it was forgotten."""
-        self._peak = 0
-        self._delivered = 0
-        self._dropped = 0
+        self._peak = self._delivered = self._dropped = 0
 
     def put(self, message: object) -> None:
         """Queue a message for the actor; dropped, and counted, once the actor has stopped.
@@ -98,10 +69,10 @@ class Mailbox:
         lane = self._lanes.get(type(message))
         if lane is None:
             raise NotAccepted(f"{self.name} does not accept {type(message).__qualname__}")
-        if self._closed:
+        if self.closed:
             self._dropped += 1
             return
-        length = len(self._urgent) + len(self._ordinary)
+        length = len(self.urgent) + len(self.ordinary)
         if length >= self.capacity:
             raise MailboxFull(f"{self.name} already has {length} messages waiting")
         if self.pack is not None:
@@ -114,10 +85,10 @@ class Mailbox:
 
     def post(self, message: object, sender: str = OWN) -> None:
         """Queue what the actor caused itself, or the kernel tells it: of any type, and never refused."""
-        self._append(self._lanes.get(type(message), self._ordinary), message, sender)
+        self._append(self._lanes.get(type(message), self.ordinary), message, sender)
 
     def _append(self, lane: deque[Entry], message: object, sender: str) -> None:
-        if self._closed:
+        if self.closed:
             self._dropped += 1
             return
         lane.append((self._now(), sender, message))
@@ -126,28 +97,32 @@ class Mailbox:
 
     def take(self) -> Entry:
         """The next entry: the oldest urgent one, else the oldest. Raises IndexError when there is none."""
-        entry = (self._urgent or self._ordinary).popleft()
+        entry = (self.urgent or self.ordinary).popleft()
         self._delivered += 1
         return entry
 
-    def put_back(self, entries: Iterable[Entry], *, urgent: bool) -> None:
-        """Return entries that were taken and never handled to the front of their lane, in order."""
-        returned = list(entries)
-        self._delivered -= len(returned)
-        (self._urgent if urgent else self._ordinary).extendleft(reversed(returned))
+    def give_back(self, lane: deque[Entry], entries: Sequence[Entry], *, lost: bool) -> None:
+        """Entries that were taken and never handled return to the front of their lane, in order; or they are lost."""
+        self._delivered -= len(entries)
+        if lost or self.closed:
+            self._dropped += len(entries)
+        else:
+            lane.extendleft(reversed(entries))
 
     def begin_life(self) -> None:
         """Forget what an earlier life's threads and timers have posted; everything else waits for the next one."""
-        for lane in (self._urgent, self._ordinary):
+        for lane in (self.urgent, self.ordinary):
             kept = [entry for entry in lane if entry[1] is not OWN]
-            if len(kept) < len(lane):
-                self._dropped += len(lane) - len(kept)
-                lane.clear()
-                lane.extend(kept)
+            self._dropped += len(lane) - len(kept)
+            lane.clear()
+            lane.extend(kept)
 
-    async def wait(self) -> None:
-        """Return when there is a message to take, the mailbox is closed, or someone called `wake`."""
-        if self._urgent or self._ordinary or self._closed:
+    async def wait(self, *, for_more: bool = False) -> None:
+        """Return when there is a message to take, the mailbox is closed, or someone called `wake`.
+
+        With `for_more`, whatever there already is: when something is added, the mailbox is being closed, or on `wake`.
+        """
+        if not for_more and (self.urgent or self.ordinary or self.closed):
             return
         assert self._waiter is None, "a mailbox has one reader"
         self._waiter = asyncio.get_running_loop().create_future()
@@ -163,44 +138,23 @@ class Mailbox:
 
     def close(self, *, drop: bool) -> None:
         """Accept nothing more; with `drop`, forget what is waiting too."""
-        self._closed = True
-        self.is_dropped = self.is_dropped or drop
+        self.closed = True
         if drop:
+            self.is_dropped = True
             self._dropped += len(self)
-            self._urgent.clear()
-            self._ordinary.clear()
+            self.urgent.clear()
+            self.ordinary.clear()
         self.wake()
-
-    def lose(self, count: int) -> None:
-        """So many entries that were taken will never be handled."""
-        self._delivered -= count
-        self._dropped += count
-
-    @property
-    def lanes(self) -> tuple[deque[Entry], deque[Entry]]:
-        """What is waiting: urgent entries and the others, each oldest first."""
-        return self._urgent, self._ordinary
-
-    @property
-    def closed(self) -> bool:
-        """Whether the mailbox has stopped accepting messages."""
-        return self._closed
 
     def is_urgent(self, kind: type) -> bool:
         """Whether messages of this type overtake others."""
-        return self._lanes.get(kind) is self._urgent
+        return self._lanes.get(kind) is self.urgent
 
     def __len__(self) -> int:
-        return len(self._urgent) + len(self._ordinary)
+        return len(self.urgent) + len(self.ordinary)
 
     def statistics(self) -> MailboxStatistics:
         """A snapshot; costs nothing while messages flow."""
-        arrivals = [lane[0][0] for lane in (self._urgent, self._ordinary) if lane]
-        return MailboxStatistics(
-            length=len(self),
-            peak=self._peak,
-            capacity=self.capacity,
-            oldest_age_seconds=self._now() - min(arrivals) if arrivals else 0.0,
-            delivered=self._delivered,
-            dropped=self._dropped,
-        )
+        arrivals = [lane[0][0] for lane in (self.urgent, self.ordinary) if lane]
+        age = self._now() - min(arrivals) if arrivals else 0.0
+        return MailboxStatistics(len(self), self._peak, self.capacity, age, self._delivered, self._dropped)

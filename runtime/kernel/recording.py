@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import msgspec
 
+from cuelight.kernel.actor import InLoop, Part
 from cuelight.kernel.clock import Moment
 from cuelight.kernel.codec import AddressId, Codec, Name, reachable, type_name
 from cuelight.kernel.errors import MessageTooLarge, NotAccepted
 from cuelight.kernel.events import Delivered, Event
 from cuelight.kernel.ref import Address, Ref
-from cuelight.kernel.role import InLoop, Part
 
 
 class Ids:
@@ -43,8 +44,12 @@ class Ids:
         return ref
 
 
+_PLACE = re.compile(r" at 0x[0-9a-fA-F]+")
+"""Where in memory something is, as the repr of many an object has it, and so the error that speaks of that object."""
+
+
 class History:
-    """Events as bytes. What msgpack has no room for is there as its type's name."""
+    """Events as bytes. What msgpack has no room for is there as its type's name, and places in memory are left out."""
 
     def __init__(self, ids: Ids) -> None:
         def encode_other(value: object) -> AddressId:
@@ -57,18 +62,36 @@ class History:
     def add(self, event: Event) -> None:
         """Append one event."""
         if not isinstance(event, Delivered):
-            self._data.append(self._encoder.encode(event))
+            self._append(event)
             return
         name = type_name(type(event.message))
         head = (event.seconds, event.sender, event.actor, name)
         try:
-            self._data.append(self._encoder.encode((*head, event.message)))
+            self._append((*head, event.message))
         except Exception:  # numbers too large, keys without an order: each has its own way to refuse
-            self._data.append(self._encoder.encode(head))
+            self._append(head)
+
+    def _append(self, value: object) -> None:
+        data = self._encoder.encode(value)
+        if b" at 0x" in data:
+            data = self._encoder.encode(_without_places(msgspec.msgpack.decode(data)))
+        self._data.append(data)
 
     def data(self) -> bytes:
         """All events so far."""
         return b"".join(self._data)
+
+
+def _without_places(value: object) -> object:
+    match value:
+        case str():
+            return _PLACE.sub(" at 0x", value)
+        case dict():
+            return {_without_places(key): _without_places(each) for key, each in value.items()}
+        case list() | tuple():
+            return type(value)(map(_without_places, value))
+        case _:
+            return value
 
 
 class Crossing:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
 
+from cuelight.kernel.clock import Clock, LoopClock, Timer
 from cuelight.kernel.errors import ActorStopped, AskTimeout
 
 M = TypeVar("M")
 M_contra = TypeVar("M_contra", contravariant=True)
 A = TypeVar("A")
+
+PAUSE_SECONDS: Final = 0.002
+"""Between two looks at what has waited for too long, so that looking cannot take all the time where much does."""
 
 
 @runtime_checkable
@@ -26,7 +31,7 @@ class Ref(Generic[M_contra]):
     or in another process when it came there in a message.
     """
 
-    __slots__ = ("__weakref__", "_is_stopped", "name", "tell")
+    __slots__ = ("__weakref__", "_is_stopped", "deadlines", "name", "tell")
 
     def __init__(
         self, name: str, tell: Callable[[M_contra], None], is_stopped: Callable[[], bool] = lambda: False
@@ -40,6 +45,8 @@ class Ref(Generic[M_contra]):
         then crashes its sender.
         """
         self._is_stopped = is_stopped
+        self.deadlines: Deadlines | None = None
+        """Those of its system, which everybody's asks share."""
 
     @property
     def is_stopped(self) -> bool:
@@ -50,22 +57,58 @@ class Ref(Generic[M_contra]):
         return f"<Ref {self.name}>"
 
 
-class _Answer(Generic[A]):
+class _Answer:
     """A return address that resolves a future with the first message it is told."""
 
     __slots__ = ("__weakref__", "_future")
 
-    def __init__(self, future: asyncio.Future[A]) -> None:
+    def __init__(self, future: asyncio.Future[object]) -> None:
         self._future = future
 
-    def tell(self, message: A, /) -> None:
+    def tell(self, message: object, /) -> None:
         if not self._future.done():
             self._future.set_result(message)
 
 
-def _expire(future: asyncio.Future[A]) -> None:
-    if not future.done():
-        future.set_exception(AskTimeout)
+class Deadlines:
+    """Until when each of the futures that wait in one event loop may wait: one timer, for the earliest of them.
+
+    A timer of its own would cost each ask a sixth of its time, and hardly any ever fires.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
+        self.loop = loop
+        self._clock = clock
+        self.due: dict[asyncio.Future[object], float] = {}
+        """Those that wait. Whoever waits no longer takes itself away."""
+        self._timer: Timer | None = None
+        self._timer_due = math.inf
+
+    def add(self, future: asyncio.Future[object], seconds: float) -> None:
+        """Give it `AskTimeout` so long from now, or a few milliseconds later, unless it is taken away before."""
+        due = self.due[future] = self._clock.now() + seconds
+        if due < self._timer_due:
+            self._look_later(seconds, due)
+
+    def close(self) -> None:
+        """Leave no timer behind where nothing waits."""
+        if self._timer is not None and not self.due:
+            self._timer.cancel()
+
+    def _look_later(self, seconds: float, due: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_due = self._clock.call_later(seconds, self._look), due
+
+    def _look(self) -> None:
+        now = self._clock.now()
+        for future, due in self.due.items():
+            if due <= now and not future.done():
+                future.set_exception(AskTimeout)
+        self._timer, self._timer_due = None, math.inf
+        if (earliest := min((due for due in self.due.values() if due > now), default=math.inf)) < math.inf:
+            seconds = max(earliest - now, PAUSE_SECONDS)
+            self._look_later(seconds, now + seconds)
 
 
 async def ask(ref: Ref[M], request: Callable[[Address[A]], M], timeout_seconds: float) -> A:
@@ -79,13 +122,17 @@ async def ask(ref: Ref[M], request: Callable[[Address[A]], M], timeout_seconds: 
     if ref.is_stopped:
         raise ActorStopped(f"{ref!r} has stopped")
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[A] = loop.create_future()
+    future: asyncio.Future[object] = loop.create_future()
     ref.tell(request(_Answer(future)))
-    # A bare timer: the scope that `asyncio.timeout` opens costs more than the whole round trip.
-    timer = loop.call_later(timeout_seconds, _expire, future)
+    deadlines = ref.deadlines
+    if deadlines is None or deadlines.loop is not loop:
+        deadlines = Deadlines(loop, LoopClock(loop))
+    deadlines.add(future, timeout_seconds)
     try:
-        return await future
+        return await future  # type: ignore[return-value]  # as what was asked for takes no other
     except AskTimeout:
         raise AskTimeout(f"{ref!r} did not answer within {timeout_seconds} s") from None
     finally:
-        timer.cancel()
+        del deadlines.due[future]
+        if deadlines is not ref.deadlines:
+            deadlines.close()

@@ -5,15 +5,16 @@ No thread and no timer does anything: what they have said is in the recorded inb
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Never, Protocol, TypeVar
 
-from cuelight.kernel.clock import Timer
+from cuelight.kernel.actor import Part, Role
+from cuelight.kernel.clock import Moment, Timer
 from cuelight.kernel.codec import AddressId, Name
 from cuelight.kernel.ref import Address, Ref
-from cuelight.kernel.role import Part, Role
 from cuelight.kernel.worker import Worker
 
 M = TypeVar("M")
@@ -81,17 +82,22 @@ class Finder(Protocol):
     def __call__(self, role: Role[M], /) -> Ref[M]: ...
 
 
-class Surroundings:
-    """What an actor's context turns to."""
+class Rehearsed:
+    """The context of an actor whose inbox is replayed."""
 
-    def __init__(self, find: Finder, on_spawn: Callable[[str], None]) -> None:
+    def __init__(
+        self, ref: Ref[object], clock: Moment, seed: int, find: Finder, on_spawn: Callable[[str], None]
+    ) -> None:
+        self.ref = ref
+        self.clock = clock
+        self.chance = random.Random(seed)
         self._find = find
         self._on_spawn = on_spawn
 
     def find(self, role: Role[M]) -> Ref[M]:
         return self._find(role)
 
-    def hire(self, name: str) -> Worker[object]:
+    def worker(self, name: str) -> Worker[object]:
         return Idle()
 
     def after(self, seconds: float, message: object) -> Timer:
@@ -103,7 +109,7 @@ class Surroundings:
         self._on_spawn(part.role.name)
         return self._find(part.role)
 
-    def dismiss(self, role: Role[Never], *, drop: bool) -> None: ...
+    def dismiss(self, role: Role[Never], *, drop: bool = False) -> None: ...
 
 
 class Idle:

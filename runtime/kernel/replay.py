@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Never, TypeVar, cast
 
-from cuelight.kernel.actor import Actor, Context
+from cuelight.kernel.actor import Actor, InLoop, Part, Role
 from cuelight.kernel.clock import Moment
 from cuelight.kernel.codec import AddressId, Codec, Name, reachable, type_name
 from cuelight.kernel.errors import JournalError, NotAccepted, NotSendable
 from cuelight.kernel.events import Ended, Started
 from cuelight.kernel.records import JournalReader, Recorded
 from cuelight.kernel.ref import Address, Ref
-from cuelight.kernel.rehearsal import Outside, Surroundings, Told, Ways, id_of
-from cuelight.kernel.role import InLoop, Part, Role
+from cuelight.kernel.rehearsal import Outside, Rehearsed, Told, Ways, id_of
 from cuelight.kernel.stage import INTERRUPTS
 from cuelight.kernel.supervision import Terminated
 
@@ -123,8 +122,8 @@ class _Rehearsal:
         self._raised = None
         if self._is_over:
             return
-        surroundings = Surroundings(self._find, self._ways.spawned)
-        context = Context[object](self._ref(self._name), self._moment, record.seed, surroundings)
+        ref = self._ref(self._name)
+        context = Rehearsed(ref, self._moment, record.seed, self._find, self._ways.spawned)
 
         def start() -> None:
             self._actor = self._part.build(context)

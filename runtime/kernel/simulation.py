@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Never, TypeVar
 
-from cuelight.kernel.actor import Actor
+from cuelight.kernel.actor import Actor, InLoop, Part
 from cuelight.kernel.clock import Timer
 from cuelight.kernel.errors import ActorCrashed, KernelError
 from cuelight.kernel.events import Delivered, Event, Tap
 from cuelight.kernel.faults import Faults, SimulatedCrash, SimulatedKill, Striker
-from cuelight.kernel.mailbox import MailboxStatistics
 from cuelight.kernel.recording import Crossing, History, Ids
-from cuelight.kernel.ref import Ref
-from cuelight.kernel.role import InLoop, Part, Role
-from cuelight.kernel.stage import INTERRUPTS, Seat, Stage
+from cuelight.kernel.stage import Seat, Stage
 from cuelight.kernel.supervision import Verdict
 from cuelight.kernel.turns import Act, Condition, Procedure, Turn, at_once
 from cuelight.kernel.virtual import VirtualClock, VirtualMailbox, VirtualWorker
@@ -76,32 +72,27 @@ class Simulation(Stage):
         record: bool = True,
     ) -> None:
         super().__init__(cast, random.Random(seed), None)
-        self.failure: ActorCrashed | None = None
-        """The crash that ended the system."""
         self.clock = VirtualClock()
         self._striker = Striker(faults, self._chance)
         self._delay_seconds_max = faults.delay_seconds_max
-        self._ids = Ids(self._known)
+        self._ids = Ids(self.known)
         self._history = History(self._ids) if record else None
         self._own_tap = tap
         self.tap = self._see if record or tap is not None else None
         self._turns: list[Turn] = []
         self._acts: dict[str, Act] = {}
-        self._is_running = self._is_closing = self._drop = False
+        self._is_running = False
         for part in self._cast:
             self._add_seat(part)
         self._prepare_to_cross()
         for seat in self._seats.values():
-            self._begin(seat, self._build(seat))
+            self._build(seat)
+            self._begin(seat)
 
     @property
     def history(self) -> bytes:
         """Every event so far, encoded; empty where nothing is recorded."""
         return self._history.data() if self._history is not None else b""
-
-    def statistics(self) -> dict[str, MailboxStatistics]:
-        """Each actor's mailbox, by the role's name."""
-        return {name: seat.mailbox.statistics() for name, seat in self._seats.items()}
 
     def at(self, seconds: float, action: Callable[[], object]) -> Timer:
         """Do something outside the actors at a moment, or now if that has passed."""
@@ -127,35 +118,10 @@ class Simulation(Stage):
 
         Nobody restarts any more. Runs to the end, unless called while it runs. Raises as `run`.
         """
-        self._drop = self._drop or drop
+        self.is_dropping = self.is_dropping or drop
         self._begin_to_close()
         if not self._is_running:
             self.run(steps_max=steps_max)
-
-    def spawn(self, part: Part[M]) -> Ref[M]:
-        """As `System.spawn`."""
-        seat = self._add_seat(typing.cast(Part[object], part))
-        if self._is_closing:
-            seat.mailbox.close(drop=True)
-            return seat.ref
-        try:
-            self._prepare_to_cross()
-            actor = self._build(seat) if isinstance(part.placement, InLoop) else None
-        except BaseException:
-            seat.mailbox.close(drop=True)
-            if seat.life is not None:
-                seat.life.end(drop=True)
-            self._leave_cast(seat)
-            raise
-        self._begin(seat, actor)
-        return seat.ref
-
-    def dismiss(self, role: Role[Never], *, drop: bool = False) -> None:
-        """As `System.dismiss`."""
-        seat = self._seats[role.name]
-        seat.mailbox.close(drop=drop)
-        if seat.life is None and seat.restart is not None:
-            self._leave_cast(seat)
 
     def hire(self, name: str, post: Callable[[object], None]) -> VirtualWorker:
         """A worker whose jobs are run at moments that the seed draws."""
@@ -163,9 +129,6 @@ class Simulation(Stage):
         worker = VirtualWorker(post, self._chance)
         self._turns.append(worker)
         return worker
-
-    def _known(self, name: str) -> Ref[object] | None:
-        return self._seats[name].ref if name in self._seats else None
 
     def _see(self, event: Event) -> None:
         if self._history is not None:
@@ -190,6 +153,9 @@ class Simulation(Stage):
         delay, before_put = self._delay_seconds_max, self._striker.before_tell
         return VirtualMailbox(part, self.clock, self.moment, self._chance, delay, before_put)
 
+    def _prepare(self, seat: Seat) -> None:
+        self._prepare_to_cross()  # for all: whoever joins may bring messages that others can tell each other as well
+
     def _prepare_to_cross(self) -> None:
         parts = [seat.part for seat in self._seats.values()]
         if all(isinstance(part.placement, InLoop) for part in parts):
@@ -200,19 +166,19 @@ class Simulation(Stage):
 
     # Lives.
 
-    def _begin(self, seat: Seat, actor: Actor[object] | None) -> None:
-        act = self._acts[seat.name] = Act(seat, actor, self._go_on)
+    def _begin(self, seat: Seat) -> None:
+        act = self._acts[seat.name] = Act(seat, self._go_on)
         self._turns.append(act)
 
     def _go_on(self, act: Act) -> None:
         """One step of a life: its beginning, one message, or its end."""
-        seat, actor = act.seat, act.actor
+        seat, actor = act.seat, act.seat.actor
         try:
             if actor is None:
-                act.actor = self._build(seat)
+                self._build(seat)
             elif not act.is_started:
                 act.is_started = True
-                self._act(seat, actor.started, "started")
+                self._act(seat, self.clock.now(), actor.started, "started")
             elif len(seat.mailbox):
                 self._deliver(seat, actor)
             else:
@@ -222,18 +188,18 @@ class Simulation(Stage):
 
     def _leave(self, act: Act) -> None:
         """End a life in order. Raises ActorCrashed."""
-        assert act.actor is not None
+        actor = act.seat.actor
+        assert actor is not None
         if not act.is_started:
-            self._act(act.seat, act.actor.started, "started")
-        self._act(act.seat, act.actor.stopped, "stopped")
+            self._act(act.seat, self.clock.now(), actor.started, "started")
+        self._act(act.seat, self.clock.now(), actor.stopped, "stopped")
         self._end(act.seat, None)
 
     def _deliver(self, seat: Seat, actor: Actor[object]) -> None:
         message = self._take(seat)
         try:
-            self._act(
-                seat, partial(self._striker.handle, seat, partial(actor.handle, message)), type(message).__qualname__
-            )
+            handle = partial(self._striker.handle, seat, partial(actor.handle, message))
+            self._act(seat, self.clock.now(), handle, type(message).__qualname__)
         except ActorCrashed as crash:
             if isinstance(crash.__cause__, SimulatedKill):
                 for _ in range(self._striker.lost_with(seat)):
@@ -246,17 +212,6 @@ class Simulation(Stage):
             self.tap(Delivered(self.clock.now(), sender, seat.name, message))
         return message
 
-    def _act(self, seat: Seat, act: Callable[[], None], name: str) -> None:
-        self.moment.acting, self.moment.seconds = seat.name, self.clock.now()
-        try:
-            act()
-        except INTERRUPTS:
-            raise
-        except BaseException as error:
-            raise ActorCrashed(seat.name, name, error) from error
-        finally:
-            self.moment.acting = ""
-
     def _end(self, seat: Seat, crash: ActorCrashed | None) -> None:
         if (act := self._acts.pop(seat.name, None)) is not None:
             self._turns.remove(act)
@@ -264,9 +219,7 @@ class Simulation(Stage):
         for other in self._seats.values():
             assert isinstance(other.mailbox, VirtualMailbox)
             other.mailbox.sender_ended(seat.name, is_killed=is_killed)
-        self._end_life(seat, crash, drop=self._drop)
-        if seat.is_over and not self._is_closing:
-            self._leave_cast(seat)
+        super()._end(seat, crash)
 
     # What follows a crash, and the end.
 
@@ -275,10 +228,7 @@ class Simulation(Stage):
             super()._report_crash(crash)
 
     def _begin_restart(self, verdict: Verdict) -> None:
-        if self._is_closing:
-            self._forget_restarts()
-        else:
-            self._turns.append(Procedure(self._turns, self._restart(verdict)))
+        self._turns.append(Procedure(self._turns, self._restart(verdict)))
 
     def _restart(self, verdict: Verdict) -> Iterator[Condition]:
         for name in reversed(verdict.names):
@@ -301,36 +251,32 @@ class Simulation(Stage):
         return seat if seat is not None and seat.restart is verdict else None
 
     def _begin_again(self, seat: Seat) -> None:
-        actor = crash = None
+        seat.restart = None
         try:
             self._striker.build()
-            actor = self._build(seat)
+            self._build(seat)
         except SimulatedCrash as blow:
             self._begin_life(seat)
-            crash = ActorCrashed(seat.name, "construction", blow)
-        except ActorCrashed as error:
-            crash = error
-        seat.restart = None
-        if actor is not None:
-            self._begin(seat, actor)
-        else:
+            self._end(seat, ActorCrashed(seat.name, "construction", blow))
+        except ActorCrashed as crash:
             self._end(seat, crash)
+        else:
+            self._begin(seat)
 
     def _after(self, seconds: float) -> Condition:
         due = self.clock.now() + seconds
         self.clock.call_at(due, lambda: None)
         return lambda: self.clock.now() >= due
 
-    def _fail(self, crash: ActorCrashed) -> None:
-        self._drop = True
+    def _fail(self, seat: Seat, crash: ActorCrashed) -> None:
+        self.is_dropping = True
         self.failure = self.failure or crash
-        if (seat := self._seats.get(crash.actor)) is not None:
-            seat.mailbox.close(drop=True)
+        seat.mailbox.close(drop=True)
         self._begin_to_close()
 
     def _begin_to_close(self) -> None:
-        if not self._is_closing:
-            self._is_closing = True
+        if not self._closing.is_set():
+            self._closing.set()
             self._turns[:] = [turn for turn in self._turns if not isinstance(turn, Procedure)]
             self._forget_restarts()
             self._turns.append(Procedure(self._turns, self._close()))
@@ -342,7 +288,7 @@ class Simulation(Stage):
     def _close(self) -> Iterator[Condition]:
         for seat in reversed(list(self._seats.values())):
             yield at_once
-            seat.mailbox.close(drop=self._drop)
+            seat.mailbox.close(drop=self.is_dropping)
             yield partial(self._has_ended, seat)
         for seat in self._seats.values():
             seat.mailbox.close(drop=True)

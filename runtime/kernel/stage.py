@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Never, TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Never, TypeVar
+from weakref import WeakSet
 
-from cuelight.kernel.actor import Actor, Context
+from cuelight.kernel.actor import Actor, InLoop, Part, Role
 from cuelight.kernel.clock import Clock, Moment, Timer
 from cuelight.kernel.errors import ActorCrashed, NotAccepted
 from cuelight.kernel.events import Ended, Started, Tap, guarded
 from cuelight.kernel.log import get_logger
-from cuelight.kernel.mailbox import Mailbox
+from cuelight.kernel.mailbox import Mailbox, MailboxStatistics
 from cuelight.kernel.ref import Ref
-from cuelight.kernel.role import Part, Role
-from cuelight.kernel.supervision import Supervision, Terminated, Verdict
+from cuelight.kernel.supervision import Terminated, Verdict, judge
 from cuelight.kernel.worker import Worker
+
+if TYPE_CHECKING:
+    from cuelight.kernel.placement import Placed
 
 M = TypeVar("M")
 
@@ -30,27 +35,20 @@ log = get_logger("cuelight.kernel")
 class Seat:
     """A part's place in the cast, over all of its actor's lives."""
 
-    __slots__ = (
-        "is_leaving",
-        "is_over",
-        "life",
-        "lives",
-        "mailbox",
-        "name",
-        "part",
-        "ref",
-        "restart",
-        "watched",
-        "watchers",
-    )
-
     def __init__(self, part: Part[object], mailbox: Mailbox) -> None:
         self.name = part.role.name
         self.part = part
         self.mailbox = mailbox
-        self.ref: Ref[object] = Ref(self.name, mailbox.put, self._is_closed)
+        self.ref: Ref[object] = Ref(self.name, mailbox.put, lambda: mailbox.closed)
         self.lives = 0
+        self.crashes: list[float] = []
+        """When, as far back as its fate remembers."""
         self.life: Life | None = None
+        self.actor: Actor[object] | None = None
+        """Of a life that is lived here."""
+        self.placed: Placed | None = None
+        """A life that is lived elsewhere."""
+        self.task: asyncio.Task[None] | None = None
         self.restart: Verdict | None = None
         """The restart that is under way and will begin this seat's next life."""
         self.is_leaving = False
@@ -60,62 +58,48 @@ class Seat:
         self.watchers: dict[str, Seat] = {}
         self.watched: set[Seat] = set()
 
-    def _is_closed(self) -> bool:
-        return self.mailbox.closed
-
-
-class _LifeTimer:
-    """One that its life forgets when it is cancelled."""
-
-    __slots__ = ("__weakref__", "_others", "_timer")
-
-    def __init__(self, others: set[_LifeTimer], timer: Timer) -> None:
-        self._others = others
-        self._timer = timer
-
-    def cancel(self) -> None:
-        self._others.discard(self)
-        self._timer.cancel()
-
 
 class Life:
-    """One life of an actor: what it was given, and all that must end with it."""
-
-    __slots__ = ("_seat", "_stage", "_timers", "ended_seconds", "number", "seconds", "workers")
+    """One life of an actor: its context, and all that must end with it."""
 
     def __init__(self, stage: Stage, seat: Seat) -> None:
         seat.lives += 1
+        self.ref = seat.ref
+        self.clock = stage.moment
+        self.seed = stage.seed_of(seat)
+        """Of its own source of chance."""
         self.number = seat.lives
         self.seconds = stage.clock.now()
         """When it began."""
         self.ended_seconds: float | None = None
         """When it was told to stop, where that is known."""
-        self.workers: list[Worker[object]] = []
         self._stage = stage
         self._seat = seat
-        self._timers: set[_LifeTimer] = set()
+        self._workers: list[Worker[object]] = []
+        self._timers: WeakSet[Timer] | None = None
 
-    def post(self, message: object) -> None:
-        """What this life's threads and timers cause; nothing once it is over."""
-        if self._seat.life is self:
-            self._seat.mailbox.post(message)
+    @cached_property
+    def chance(self) -> random.Random:
+        return random.Random(self.seed)
 
     def find(self, role: Role[M]) -> Ref[M]:
         return self._stage.find(role)
 
-    def hire(self, name: str) -> Worker[object]:
-        worker = self._stage.hire(f"{self._seat.name} {name}", self.post)
-        self.workers.append(worker)
+    def worker(self, name: str) -> Worker[object]:
+        worker = self._stage.hire(f"{self._seat.name} {name}", self._post)
+        self._workers.append(worker)
         return worker
 
     def after(self, seconds: float, message: object) -> Timer:
-        def fire() -> None:
-            self._timers.discard(timer)
-            self.post(message)
-
-        timer = _LifeTimer(self._timers, self._stage.clock.call_later(seconds, fire))
+        timer = self._stage.clock.call_later(seconds, partial(self._post, message))
+        self._timers = self._timers or WeakSet()
         self._timers.add(timer)
         return timer
+
+    def _post(self, message: object) -> None:
+        """What this life's threads and timers cause; nothing once it is over."""
+        if self._seat.life is self:
+            self._seat.mailbox.post(message)
 
     def watch(self, role: Role[Never]) -> None:
         if Terminated not in self._seat.part.role.message_types():
@@ -125,14 +109,14 @@ class Life:
     def spawn(self, part: Part[M]) -> Ref[M]:
         return self._stage.spawn(part)
 
-    def dismiss(self, role: Role[Never], *, drop: bool) -> None:
+    def dismiss(self, role: Role[Never], *, drop: bool = False) -> None:
         self._stage.dismiss(role, drop=drop)
 
     def end(self, *, drop: bool) -> None:
         """Void the timers, and let the workers go (with `drop`, before they have done all their work)."""
-        for timer in list(self._timers):
+        for timer in self._timers or ():
             timer.cancel()
-        for worker in self.workers:
+        for worker in self._workers:
             worker.close(drop=drop)
 
 
@@ -140,44 +124,90 @@ class Stage(ABC):
     """The seats of a cast, sinks first. A driver decides when a message is delivered; here is what follows from it."""
 
     clock: Clock
+    interrupts: tuple[type[BaseException], ...] = INTERRUPTS
 
     def __init__(self, cast: Sequence[Part[Never]], chance: random.Random | None, tap: Tap | None) -> None:
         # Each part's types match within; together they have none in common.
         self._cast: tuple[Part[object], ...] = typing.cast(tuple[Part[object], ...], tuple(cast))
         self._chance = chance or random.Random()
-        self._supervision = Supervision(self._chance)
         self.tap = guarded(tap) if tap is not None else None
         self._seats: dict[str, Seat] = {}
         self.moment = Moment()
+        self._closing = asyncio.Event()
+        """All actors are to end: nobody joins or restarts any more."""
+        self.is_dropping = False
+        """Whether what waits is to be forgotten at the end."""
+        self.failure: ActorCrashed | None = None
+        """The crash that ended the system."""
 
     @abstractmethod
     def hire(self, name: str, post: Callable[[object], None]) -> Worker[object]:
         """A worker whose results go to `post`."""
 
     @abstractmethod
-    def spawn(self, part: Part[M]) -> Ref[M]:
-        """Add an actor at the source's end of the cast."""
+    def _prepare(self, seat: Seat) -> None:
+        """Make messages cross to whoever lives elsewhere. Raises NotSendable."""
 
     @abstractmethod
-    def dismiss(self, role: Role[Never], *, drop: bool = False) -> None:
-        """Stop one actor for good, once it has handled what waits for it (with `drop`, before)."""
-
-    @abstractmethod
-    def _fail(self, crash: ActorCrashed) -> None:
-        """A crash that nobody's fate provides for: the system ends."""
+    def _begin(self, seat: Seat) -> None:
+        """Lead a life, and begin it where it has not begun."""
 
     @abstractmethod
     def _begin_restart(self, verdict: Verdict) -> None:
         """End the lives of those concerned, sources first; later begin new ones, sinks first."""
 
+    @abstractmethod
+    def _fail(self, seat: Seat, crash: ActorCrashed) -> None:
+        """A crash that nobody's fate provides for: the system ends."""
+
+    def statistics(self) -> dict[str, MailboxStatistics]:
+        """Each actor's mailbox, by the role's name."""
+        return {name: seat.mailbox.statistics() for name, seat in self._seats.items()}
+
     def find(self, role: Role[M]) -> Ref[M]:
         """The address of the actor that plays `role`. Raises KeyError for a role outside the cast."""
-        return self._find_name(role.name)
+        if (ref := self.known(role.name)) is None:
+            there = ", ".join(self._seats) or "none"
+            raise KeyError(f"no actor {role.name!r} is in the cast that runs; there are {there}")
+        return ref
 
-    def _find_name(self, name: str) -> Ref[object]:
-        if name not in self._seats:
-            raise KeyError(f"no actor {name!r} is in the cast that runs; there are {', '.join(self._seats) or 'none'}")
-        return self._seats[name].ref
+    def known(self, name: str) -> Ref[object] | None:
+        """The address of the actor of this name, if there is one."""
+        return self._seats[name].ref if name in self._seats else None
+
+    def spawn(self, part: Part[M]) -> Ref[M]:
+        """Add an actor at the source's end of the running cast, and return its address.
+
+        Raises:
+            ActorCrashed: its constructor raised; nothing is added. Where it lives elsewhere, that is a crash later.
+            NotSendable: it cannot live where it should.
+        """
+        seat = self._add_seat(typing.cast(Part[object], part))
+        if self._closing.is_set():
+            seat.mailbox.close(drop=True)
+            return seat.ref
+        try:
+            self._prepare(seat)
+            if isinstance(part.placement, InLoop):
+                self._build(seat)
+        except BaseException:
+            seat.mailbox.close(drop=True)
+            if seat.life is not None:
+                seat.life.end(drop=True)
+            self._leave_cast(seat)
+            raise
+        self._begin(seat)
+        return seat.ref
+
+    def dismiss(self, role: Role[Never], *, drop: bool = False) -> None:
+        """Stop one actor, once it has handled what waits for it (with `drop`, before); its role is free again then.
+
+        Raises KeyError for a role outside the cast.
+        """
+        seat = self._seats[role.name]
+        seat.mailbox.close(drop=drop)
+        if seat.life is None and seat.restart is not None:
+            self._leave_cast(seat)  # it was waiting for its next life
 
     def watch(self, watcher: Seat, name: str) -> None:
         """From now on `watcher` hears of the end of each life of the actor of this name."""
@@ -194,61 +224,65 @@ class Stage(ABC):
         return seat
 
     def _new_mailbox(self, part: Part[object]) -> Mailbox:
-        role = part.role
-        return Mailbox(role.name, role.capacity, role.message_types(), role.urgent, self.clock, self.moment)
+        return Mailbox(part.role, self.clock, self.moment)
 
-    def _begin_life(self, seat: Seat) -> int:
-        """A new life for this seat; returns the seed of its chance."""
+    def seed_of(self, seat: Seat) -> int:
+        """A seed for the chance of a new life."""
+        return self._chance.getrandbits(64)
+
+    def _begin_life(self, seat: Seat) -> Life:
         seat.mailbox.begin_life()
         seat.is_leaving = False
-        seat.life = Life(self, seat)
-        seed = self._chance.getrandbits(64)
+        seat.life = life = Life(self, seat)
         if self.tap is not None:
-            self.tap(Started(seat.life.seconds, seat.name, seat.life.number, seed))
-        return seed
+            self.tap(Started(life.seconds, seat.name, life.number, life.seed))
+        return life
 
-    def _build(self, seat: Seat) -> Actor[object]:
+    def _build(self, seat: Seat) -> None:
         """The seat's actor, for a new life. Raises ActorCrashed."""
-        seed = self._begin_life(seat)
-        assert seat.life is not None
+        life = self._begin_life(seat)
+        seat.actor = self._act(seat, life.seconds, lambda: seat.part.build(life), "construction")
+
+    def _act(self, seat: Seat, seconds: float, act: Callable[[], M], name: str) -> M:
+        """Let an actor do what is called this, at this moment. Raises ActorCrashed."""
         moment = self.moment
         outer = moment.acting, moment.seconds
-        moment.acting, moment.seconds = seat.name, seat.life.seconds
+        moment.acting, moment.seconds = seat.name, seconds
         try:
-            return seat.part.build(Context(seat.ref, self.moment, seed, seat.life))
-        except INTERRUPTS:
+            return act()
+        except self.interrupts:
             raise
         except BaseException as error:
-            raise ActorCrashed(seat.name, "construction", error) from error
+            raise ActorCrashed(seat.name, name, error) from error
         finally:
             moment.acting, moment.seconds = outer
 
-    def _end_life(self, seat: Seat, crash: ActorCrashed | None, *, drop: bool = False) -> None:
+    def _end(self, seat: Seat, crash: ActorCrashed | None) -> None:
         """A life is over: tell those who watch, and let supervision decide what follows a crash."""
-        life, seat.life = seat.life, None
+        life, seat.life, seat.actor, seat.placed = seat.life, None, None, None
         assert life is not None, "a life ends once"
-        life.end(drop=drop or crash is not None or seat.is_leaving)
+        life.end(drop=self.is_dropping or crash is not None or seat.is_leaving)
         error = "" if crash is None else str(crash)
         now = self.clock.now()
         if self.tap is not None:
             self.tap(Ended(now if life.ended_seconds is None else life.ended_seconds, seat.name, life.number, error))
-        verdict, is_beyond_fate = None, False
         if crash is not None:
             self._report_crash(crash)
             if seat.restart is None:
-                verdict = self._supervision.judge(seat.name, seat.part.fate, list(self._seats), now)
-                is_beyond_fate = verdict is None
-                if seat.mailbox.closed:
-                    verdict = None  # it was about to stop
-        is_restarting = verdict is not None or seat.restart is not None
-        seat.is_over = not is_restarting
-        self._tell_watchers(seat, error, is_restarting=is_restarting)
-        if verdict is not None:
+                self._judge(seat, crash, now)
+        seat.is_over = seat.restart is None
+        self._tell_watchers(seat, error, is_restarting=not seat.is_over)
+        if seat.is_over and not self._closing.is_set():
+            self._leave_cast(seat)
+
+    def _judge(self, seat: Seat, crash: ActorCrashed, now: float) -> None:
+        verdict = judge(seat.name, seat.part.fate, seat.crashes, list(self._seats), now, self._chance)
+        if verdict is None:
+            self._fail(seat, crash)
+        elif not seat.mailbox.closed and not self._closing.is_set():  # else it was about to stop
             for name in verdict.names:
                 self._seats[name].restart = verdict
             self._begin_restart(verdict)
-        elif crash is not None and is_beyond_fate:
-            self._fail(crash)
 
     def _tell_watchers(self, seat: Seat, error: str, *, is_restarting: bool) -> None:
         for watcher in seat.watchers.values():
@@ -265,7 +299,6 @@ class Stage(ABC):
         for watched in seat.watched:
             del watched.watchers[seat.name]
         del self._seats[seat.name]
-        self._supervision.forget(seat.name)
 
     def _report_crash(self, crash: ActorCrashed) -> None:
         log.error("actor_crashed", actor=crash.actor, message_type=crash.message_type, exc_info=crash.__cause__)

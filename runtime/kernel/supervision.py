@@ -6,7 +6,6 @@ The strategies and the idea of a limit per window are those of Erlang/OTP's supe
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -65,34 +64,21 @@ class Verdict:
     delay_seconds: float
 
 
-class Supervision:
-    """Remembers each actor's crashes and says what follows."""
+def judge(
+    name: str, fate: Fate, crashes: list[float], cast: Sequence[str], now: float, chance: random.Random
+) -> Verdict | None:
+    """`name` has crashed: who restarts, and when; None where the system must end.
 
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
-        self._crashes: dict[str, deque[float]] = {}
-
-    def judge(self, name: str, fate: Fate, cast: Sequence[str], now: float) -> Verdict | None:
-        """`name` has crashed: who restarts, and when; None where the system must end. `cast` is sinks first."""
-        crashes = self._crashes.setdefault(name, deque())
-        while crashes and crashes[0] <= now - fate.window_seconds:
-            crashes.popleft()
-        if len(crashes) >= fate.restarts_max:
-            return None
-        wait = min(fate.backoff_seconds * 2 ** min(len(crashes), 50), fate.backoff_max_seconds)
-        crashes.append(now)
-        return Verdict(_concerned(name, fate.strategy, cast), wait * (1 - self._chance.random() / 2))
-
-    def forget(self, name: str) -> None:
-        """This actor will not come back."""
-        self._crashes.pop(name, None)
-
-
-def _concerned(name: str, strategy: Strategy, cast: Sequence[str]) -> tuple[str, ...]:
-    match strategy:
-        case Strategy.ONE_FOR_ONE:
-            return (name,)
-        case Strategy.REST_FOR_ONE:
-            return tuple(cast[cast.index(name) :])
-        case Strategy.ONE_FOR_ALL:
-            return tuple(cast)
+    `crashes` remembers its earlier ones, and this one too where it restarts; `cast` is sinks first.
+    """
+    crashes[:] = [seconds for seconds in crashes if seconds > now - fate.window_seconds]
+    if len(crashes) >= fate.restarts_max:
+        return None
+    wait = min(fate.backoff_seconds * 2 ** min(len(crashes), 50), fate.backoff_max_seconds)
+    crashes.append(now)
+    concerned = {
+        Strategy.ONE_FOR_ONE: [name],
+        Strategy.REST_FOR_ONE: cast[cast.index(name) :],
+        Strategy.ONE_FOR_ALL: cast,
+    }[fate.strategy]
+    return Verdict(tuple(concerned), wait * (1 - chance.random() / 2))

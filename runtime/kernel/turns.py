@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeAlias
 
-from cuelight.kernel.actor import Actor
 from cuelight.kernel.stage import Seat
 
 Condition: TypeAlias = Callable[[], bool]
@@ -22,13 +21,12 @@ class Turn(Protocol):
 
 
 class Act:
-    """A life of an actor. One without an actor is yet to be built."""
+    """A life of an actor. Where the seat has no actor, it is yet to be built."""
 
-    __slots__ = ("_go_on", "actor", "is_started", "seat")
+    __slots__ = ("_go_on", "is_started", "seat")
 
-    def __init__(self, seat: Seat, actor: Actor[object] | None, go_on: Callable[[Act], None]) -> None:
+    def __init__(self, seat: Seat, go_on: Callable[[Act], None]) -> None:
         self.seat = seat
-        self.actor = actor
         self.is_started = False
         self._go_on = go_on
 

@@ -13,10 +13,10 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple, TypeVar
 
+from cuelight.kernel.actor import InLoop, Part
 from cuelight.kernel.clock import Moment, Timer
 from cuelight.kernel.errors import MailboxFull
 from cuelight.kernel.mailbox import OWN, Entry, Mailbox
-from cuelight.kernel.role import InLoop, Part
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class VirtualTimer:
     """A callback that is due at some moment of a virtual clock."""
 
-    __slots__ = ("callback",)
+    __slots__ = ("__weakref__", "callback")
 
     def __init__(self, callback: Callable[[], object]) -> None:
         self.callback: Callable[[], object] | None = callback
@@ -98,8 +98,6 @@ class VirtualMailbox(Mailbox):
     What is under way counts against the capacity. Closing lets it arrive first.
     """
 
-    __slots__ = ("_before_put", "_chance", "_clock", "_delay_seconds_max", "_edges", "_is_elsewhere", "_under_way")
-
     def __init__(
         self,
         part: Part[object],
@@ -109,8 +107,7 @@ class VirtualMailbox(Mailbox):
         delay_seconds_max: float,
         before_put: Callable[[], None],
     ) -> None:
-        role = part.role
-        super().__init__(role.name, role.capacity, role.message_types(), role.urgent, clock, moment)
+        super().__init__(part.role, clock, moment)
         self._is_elsewhere = not isinstance(part.placement, InLoop)
         self._clock = clock
         self._chance = chance
@@ -138,7 +135,7 @@ class VirtualMailbox(Mailbox):
             super()._append(lane, message, sender)
             return
         now = self._clock.now()
-        edge = self._edges.setdefault((sender, lane is self._urgent), _Edge())
+        edge = self._edges.setdefault((sender, lane is self.urgent), _Edge())
         # Half of all messages are as fast as can be, so that they meet those of other senders.
         due = now + max(0.0, 2 * self._chance.random() - 1) * self._delay_seconds_max
         if edge.under_way:

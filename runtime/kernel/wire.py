@@ -7,15 +7,17 @@ that has it keeps it until the other side has dropped it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from typing import Final, Protocol, TypeAlias, cast
+from typing import Final, NamedTuple, Never, Protocol, cast
 
 import msgspec
 
-from cuelight.kernel.codec import AddressId, Codec, Name, type_name
+from cuelight.kernel.actor import Role
+from cuelight.kernel.codec import AddressId, Codec, Name, reachable, type_name
 from cuelight.kernel.errors import MessageTooLarge, NotAccepted, NotSendable
 from cuelight.kernel.ref import Address, Ref
 from cuelight.kernel.supervision import Terminated
@@ -28,167 +30,111 @@ _EXTRA_BYTES: Final = 1024 * 1024
 """What a frame may have beside a message of the largest size."""
 
 
-class Deliver(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """To the actor: a message from its mailbox."""
+class Said(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """A message to an actor, by name, or to another address. At the actor's side, any other name is of one watched."""
 
+    to: AddressId
     sender: str
     name: Name
     body: bytes
+    addresses: tuple[AddressId, ...]
+    """Those in the message, where each is an index into these."""
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A message to an actor of the cast, by name, or to an address that the receiving side keeps, by number."""
-
-    to: AddressId
-    name: Name
-    body: bytes
-
-
-class Forget(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class Forget(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The address you keep under this number has been dropped here."""
 
     id: int
 
 
-class Begun(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """From the actor: so many of the messages that were handed over, by lane, have been begun since the last time."""
+class Call(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Something about the actor's life: the method `hear_what` of who uses the other end is called."""
 
-    urgent: int
-    ordinary: int
+    what: str
+    arguments: tuple[object, ...]
 
-
-class Watch(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """From the actor: it watches this one."""
-
-    name: str
-
-
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """From the actor: it has been built."""
-
-
-class Crashed(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """From the actor: it raised, and its life is over."""
-
-    message_type: str
-    error: str
-    trace: str
-
-
-class Slow(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """From the actor: a handler took that long."""
-
-    message_type: str
-    seconds: float
-
-
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """To the actor: stop, when all that was handed over is handled (with `drop`, at once)."""
-
-    drop: bool
-
-
-class Stopped(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """From the actor: it has stopped in order, and its life is over."""
-
-
-Frame: TypeAlias = Deliver | Told | Forget | Begun | Watch | Ready | Crashed | Slow | Stop | Stopped
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+_decoder: msgspec.msgpack.Decoder[Said | Forget | Call] = msgspec.msgpack.Decoder(Said | Forget | Call)
 
 
-def framed(payload: bytes) -> bytes:
-    """The payload behind its length."""
-    return len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
+def encoded(frame: Said | Forget | Call) -> bytes:
+    """A frame as it goes over the socket: behind its length."""
+    data = _encoder.encode(frame)
+    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 
 
-def encoded(frame: Frame) -> bytes:
-    """A frame as it goes over the socket."""
-    return framed(_encoder.encode(frame))
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A message ready to cross, with the addresses in it that this side must keep once it has crossed."""
+class Packed(NamedTuple):
+    """A message ready to cross; in its body each address is an index into `addresses`."""
 
     message: object
     name: Name
     body: bytes
-    kept: tuple[tuple[int, Address[object]], ...]
+    addresses: list[Address[object]]
 
 
 class Packer:
-    """Makes messages ready to cross. One per actor that lives elsewhere, over all its lives.
+    """Makes messages ready to cross between those who know this cast, over whichever wire."""
 
-    `names` are the actors known by name at the other end; any other address crosses as a number.
-    """
-
-    def __init__(
-        self,
-        types: dict[Name, type],
-        names: set[str],
-        find: Callable[[str], Address[object] | None],
-        bytes_max: int,
-        first_id: int = 0,
-    ) -> None:
-        self.types = types
-        self.names = names
-        self.find = find
+    def __init__(self, cast: Iterable[Role[Never]], bytes_max: int) -> None:
         self.bytes_max = bytes_max
-        self._ids = count(first_id)
-        self._kept: list[tuple[int, Address[object]]] = []
-        self._codec = Codec(types, self._to_id, lambda _id, _takes: _nobody)
+        self.names: set[str] = set()
+        """The actors known by name at both ends."""
+        self.types: dict[Name, type] = {type_name(Terminated): Terminated}
+        for role in cast:
+            self.names.add(role.name)
+            with suppress(NotSendable):  # then nothing can be told to that one from elsewhere
+                self.types.update({**reachable([role.accepts]), **self.types})
+        self._addresses: list[Address[object]] = []
+        """Those in the message that is being packed."""
+        self._codec = Codec(self.types, self.to_index, self._of_index)
 
     def pack(self, message: object) -> Packed:
         """Raises NotSendable, MessageTooLarge."""
-        self._kept = []
+        self._addresses = []
         name = type_name(type(message))
         body = self._codec.encode(message)
         if len(body) > self.bytes_max and not isinstance(message, Terminated):
             raise MessageTooLarge(f"{name} has {len(body)} bytes; {self.bytes_max} may cross")
         self._codec.decode(name, body)  # what the other side could not read is the sender's mistake
-        return Packed(message, name, body, tuple(self._kept))
+        return Packed(message, name, body, self._addresses)
 
-    def _to_id(self, address: Address[object]) -> AddressId:
-        if isinstance(address, Remote) and address.packer is self:
-            return -1 - address.id
-        if isinstance(address, Ref) and address.name in self.names and self.find(address.name) is address:
-            return address.name
-        number = next(self._ids)
-        self._kept.append((number, address))
-        return number
+    def to_index(self, address: Address[object]) -> int:
+        """What stands for an address in the body."""
+        self._addresses.append(address)
+        return len(self._addresses) - 1
 
-
-class Remote(Ref[object]):
-    """An address that the other side keeps for as long as this is alive."""
-
-    __slots__ = ("_loop", "_wire", "id", "packer")
-
-    def __init__(self, wire: Wire, number: int, takes: tuple[type, ...]) -> None:
-        super().__init__(f"~{number}", lambda message: wire.tell(number, takes, message))
-        self._wire = wire
-        self._loop = asyncio.get_running_loop()
-        self.packer = wire.packer
-        self.id = number
-
-    def __del__(self) -> None:
-        with suppress(RuntimeError):  # the loop is closed; and whatever thread the collector runs on, it is not ours
-            self._loop.call_soon_threadsafe(self._wire.send, Forget(self.id))
+    def _of_index(self, index: AddressId, _takes: tuple[type, ...]) -> Address[object]:
+        if not isinstance(index, int) or index >= len(self._addresses):
+            raise NotSendable("an address that is data itself")
+        return self._addresses[index]
 
 
 _nobody: Final = Ref[object]("nobody", lambda _message: None)
 """An address that is no longer kept."""
 
 
+class Remote(Ref[object]):
+    """An address that the other side keeps for as long as this is alive."""
+
+    __slots__ = ("_loop", "id", "wire")
+
+    def __init__(self, wire: Wire, number: int, takes: tuple[type, ...]) -> None:
+        super().__init__(f"~{number}", partial(wire.tell, -1 - number, takes))
+        self._loop = asyncio.get_running_loop()
+        self.wire = wire
+        self.id = number
+
+    def __del__(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed; and whatever thread the collector runs on, it is not ours
+            self._loop.call_soon_threadsafe(self.wire.send, Forget(self.id))
+
+
 class Peer(Protocol):
-    """Who uses a wire."""
+    """Who uses a wire; beside this, it has a method `hear_…` for each call from the other end."""
 
-    def heard(self, frame: Frame, /) -> None:
-        """A frame that is not about addresses."""
-
-    def told(self, address: Address[object], message: object, /) -> None:
-        """Something for an address on this side."""
+    def told(self, to: AddressId, sender: str, message: object, /) -> None:
+        """Something for somebody on this side."""
 
     def failed(self, message_type: str, error: Exception, /) -> None:
         """What the other side said could not be understood, or not be handed on."""
@@ -200,101 +146,119 @@ class Peer(Protocol):
 class Wire(asyncio.Protocol):
     """One end. Sends and receives frames, and keeps the addresses that the other side holds."""
 
-    def __init__(self, packer: Packer, peer: Peer) -> None:
+    def __init__(self, packer: Packer, find: Callable[[str], Address[object] | None], peer: Peer) -> None:
         self.packer = packer
+        self._find = find
         self._peer = peer
-        self._codec = Codec(packer.types, packer._to_id, self._to_address)
+        self._codec = Codec(packer.types, packer.to_index, self._of_index)
+        self._addresses: tuple[AddressId, ...] = ()
+        """Those in the message that is being received."""
+        self._numbers = count()
         self._kept: dict[int, Address[object]] = {}
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
-        self._has_finished = False
-        self.hang_up: Callable[[], None] = lambda: None
-        """Called when the other end has said its last."""
         self.over = asyncio.Event()
         """The connection is no more."""
 
-    def send(self, frame: Frame) -> None:
+    async def connect(self, connection: socket.socket) -> None:
+        """Take over this end of a socket pair."""
+        self._connection = connection
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connection)
+
+    def write(self, data: bytes) -> None:
+        """Frames, or what the other end reads before it speaks in frames; nothing once the connection is over."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def send(self, frame: Said | Forget | Call) -> None:
         """Send it, unless the connection is over."""
         self.write(encoded(frame))
 
-    def write(self, data: bytes) -> None:
-        """Frames, or what the other end reads before it speaks in frames."""
-        if self._transport is not None and not self._has_finished and not self._transport.is_closing():
-            self._transport.write(data)
+    def call(self, what: str, *arguments: object) -> None:
+        """Have the other end's user hear something."""
+        self.send(Call(what, arguments))
 
-    def deliver(self, packed: Packed, sender: str) -> None:
-        """Hand a message over to the actor at the other end."""
-        self._kept.update(packed.kept)
-        self.send(Deliver(sender, packed.name, packed.body))
+    def say(self, to: AddressId, sender: str, packed: Packed) -> None:
+        """Send a message to somebody at the other end."""
+        if not self.over.is_set():
+            addresses = tuple(map(self._id, packed.addresses))
+            self.send(Said(to, sender, packed.name, packed.body, addresses))
 
     def tell(self, to: AddressId, takes: tuple[type, ...], message: object) -> None:
         """Tell an address at the other end. Raises NotAccepted, NotSendable."""
         if type(message) not in takes and object not in takes:
-            raise NotAccepted(f"{to} does not accept {type(message).__qualname__}")
-        packed = self.packer.pack(message)
-        self._kept.update(packed.kept)
-        self.send(Told(to, packed.name, packed.body))
+            who = to if isinstance(to, str) else "this address"
+            raise NotAccepted(f"{who} does not accept {type(message).__qualname__}")
+        self.say(to, "", self.packer.pack(message))
 
-    def decode(self, name: Name, body: bytes) -> object:
-        """A message that has crossed. Raises NotAccepted, NotSendable."""
-        return self._codec.decode(name, body)
+    def address(self, key: AddressId, takes: tuple[type, ...] = ()) -> Address[object]:
+        """What the other side means by this id."""
+        if isinstance(key, str):
+            return self._find(key) or _nobody
+        return Remote(self, key, takes) if key >= 0 else self._kept.get(-1 - key, _nobody)
+
+    def _of_index(self, index: AddressId, takes: tuple[type, ...]) -> Address[object]:
+        assert isinstance(index, int)
+        return self.address(self._addresses[index], takes)
+
+    def _id(self, address: Address[object]) -> AddressId:
+        """A name; a number under which this side keeps the address; or, below zero, one that the other keeps."""
+        if isinstance(address, Remote) and address.wire is self:
+            return -1 - address.id
+        if isinstance(address, Ref) and address.name in self.packer.names and self._find(address.name) is address:
+            return address.name
+        number = next(self._numbers)
+        self._kept[number] = address
+        return number
 
     async def finish(self) -> None:
         """Send what is still to be sent, and wait until the other end has closed: closing first would cut it off."""
-        self._has_finished = True
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write_eof()
+        transport, self._transport = self._transport, None
+        if transport is not None and not transport.is_closing():
+            transport.write_eof()
         await self.over.wait()
 
     def close(self) -> None:
         """Send what is still to be sent, and no more."""
         if self._transport is None:
-            self.over.set()
+            self.connection_lost(None)
         else:
             self._transport.close()
-
-    def _to_address(self, address: AddressId, takes: tuple[type, ...]) -> Address[object]:
-        if isinstance(address, str):
-            return self.packer.find(address) or _nobody
-        if address < 0:
-            return self._kept.get(-1 - address, _nobody)
-        return Remote(self, address, takes)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, and does not inherit from it
 
     def data_received(self, data: bytes) -> None:
-        assert self._transport is not None
         self._buffer += data
-        begin = 0
-        while len(self._buffer) - begin >= _LENGTH_BYTES and not self._transport.is_closing():
-            body = begin + _LENGTH_BYTES
-            end = body + int.from_bytes(self._buffer[begin:body], "big")
-            if end - body > self.packer.bytes_max + _EXTRA_BYTES:
+        while len(self._buffer) >= _LENGTH_BYTES and self._transport is not None and not self._transport.is_closing():
+            end = _LENGTH_BYTES + int.from_bytes(self._buffer[:_LENGTH_BYTES], "big")
+            if end > self.packer.bytes_max + _EXTRA_BYTES:
                 self._peer.failed("", NotSendable("what came from the other side is no frame"))
-                break
+                return
             if end > len(self._buffer):
-                break
-            self._receive(bytes(memoryview(self._buffer)[body:end]))
-            begin = end
-        del self._buffer[:begin]
+                return
+            frame = bytes(memoryview(self._buffer)[_LENGTH_BYTES:end])
+            del self._buffer[:end]
+            self._receive(frame)
 
     def _receive(self, data: bytes) -> None:
         name = ""
         try:
             match _decoder.decode(data):
-                case Told(to, name, body):
-                    address = self.packer.find(to) if isinstance(to, str) else self._kept.get(to)
-                    self._peer.told(address or _nobody, self.decode(name, body))
+                case Said(to, sender, name, body, addresses):
+                    self._addresses = addresses
+                    self._peer.told(to, sender, self._codec.decode(name, body))
                 case Forget(number):
                     self._kept.pop(number, None)
-                case frame:
-                    self._peer.heard(frame)
+                case Call(what, arguments):
+                    getattr(self._peer, f"hear_{what}")(*arguments)
         except Exception as error:  # such as of whoever was told; at home it would have gone up to the sender
             self._peer.failed(name, error)
 
     def eof_received(self) -> None:
-        self.hang_up()
+        # Copies of the socket in processes forked from this one must not keep the other end waiting.
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._kept.clear()

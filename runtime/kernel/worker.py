@@ -26,14 +26,21 @@ class Worker(Protocol[M_contra]):
 
 
 class WorkerThread(Generic[M_contra]):
-    """A worker with a thread of its own, which posts each result to the event loop."""
+    """A worker with a thread of its own, which posts each result to the event loop.
+
+    To wake the loop is to let go of the interpreter's lock, which the loop then keeps for all that follows from the
+    result. Where the next piece of work waits already it is to begin at once, so a second thread wakes the loop.
+    """
 
     def __init__(self, name: str, post: Callable[[M_contra], None], loop: asyncio.AbstractEventLoop) -> None:
         self._jobs: SimpleQueue[Callable[[], Callable[[], None]] | None] = SimpleQueue()
+        self._results: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._courier: threading.Thread | None = None
         self._post = post
         self._loop = loop
         self._drop = False
-        self._ended = asyncio.Event()
+        self.has_ended = asyncio.Event()
+        """Set when the thread has done all that it will do."""
         # A daemon, so that work which never returns cannot keep the host program from exiting.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -45,19 +52,17 @@ class WorkerThread(Generic[M_contra]):
 
         def job() -> Callable[[], None]:
             try:
-                return partial(self._post, done(work()))
-            except Exception as error:
-                return told_of(error)
-            except BaseException as error:
-                # Such as SystemExit: what would end a thread in silence must not leave the actor waiting.
-                return told_of(RuntimeError(f"the work gave up its thread: {error!r}"))
-
-        def told_of(error: Exception) -> Callable[[], None]:
-            try:
-                return partial(self._post, failed(error))
+                try:
+                    message = done(work())
+                except Exception as error:
+                    message = failed(error)
+                except BaseException as error:
+                    # Such as SystemExit: what would end a thread in silence must not leave the actor waiting.
+                    message = failed(RuntimeError(f"the work gave up its thread: {error!r}"))
             except BaseException as worse:
                 # No message of the actor's says this, so it crashes on it, as it should.
-                return partial(cast(Callable[[object], None], self._post), worse)
+                message = cast(M_contra, worse)
+            return partial(self._post, message)
 
         self._jobs.put(job)
 
@@ -71,21 +76,36 @@ class WorkerThread(Generic[M_contra]):
 
     async def ended(self) -> None:
         """Wait until the thread is gone."""
-        await self._ended.wait()
+        await self.has_ended.wait()
         self._thread.join()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread still runs."""
-        return self._thread.is_alive()
+        if self._courier is not None:
+            self._courier.join()
 
     def _run(self) -> None:
+        while not self._loop.is_closed() and (job := self._jobs.get()) is not None:
+            if not self._drop:
+                self._deliver(job())
+            del job  # an idle thread keeps nothing of its last job alive
+        self._deliver(self.has_ended.set)
+        self._results.put(None)
+
+    def _deliver(self, post: Callable[[], object]) -> None:
+        if self._courier is None and self._jobs.empty():
+            self._wake(post)
+            return
+        if self._courier is None:
+            self._courier = threading.Thread(target=self._carry, name=f"{self._thread.name} courier", daemon=True)
+            self._courier.start()
+        self._results.put(post)
+
+    def _carry(self) -> None:
+        while (post := self._results.get()) is not None:
+            self._wake(post)
+            del post
+
+    def _wake(self, post: Callable[[], object]) -> None:
         try:
-            while (job := self._jobs.get()) is not None:
-                if not self._drop:
-                    self._loop.call_soon_threadsafe(job())
-                del job  # an idle thread keeps nothing of its last job alive
-            self._loop.call_soon_threadsafe(self._ended.set)
+            self._loop.call_soon_threadsafe(post)
         except RuntimeError:
             # The loop was closed without stopping the system: there is nobody left to tell.
             if not self._loop.is_closed():

@@ -9,7 +9,7 @@ from support import Core
 from cuelight.actors.cache.actor import CacheManager
 from cuelight.actors.cache.hashing import Chain
 from cuelight.actors.cache.tables import Tables
-from cuelight.actors.executor.stub import StubDevice
+from cuelight.actors.executor.stub import StubDevice, stub_host
 from cuelight.actors.scheduler.actor import Scheduler
 from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.messages import detokenizer
@@ -21,8 +21,8 @@ from cuelight.messages.scheduler import Admit, Explain, Explanation, SetPolicy
 class WatchedDevice(StubDevice):
     """Keeps every step it ran; raises in those that hold one of `poison`, and in the next `failures`."""
 
-    def __init__(self, block_count: int, block_size: int) -> None:
-        super().__init__(block_count, block_size)
+    def __init__(self, block_count: int, block_size: int, host_block_count: int = 0) -> None:
+        super().__init__(block_count, block_size, host=stub_host(host_block_count))
         self.seen: list[ExecuteStep] = []
         self.poison: set[int] = set()
         self.failures = 0
@@ -137,11 +137,11 @@ def check(core: Core) -> None:
     assert all(request.request_id in scheduler._requests for request in scheduler._door.deferred._leaders)
     if core.stage._queues.get("scheduler") or core.stage._queues.get("cache") or not scheduler._pool:
         return  # it is about to hear something
-    assert scheduler._asked is None, "nobody answers"
+    assert scheduler._reservation.asked is None, "nobody answers"
     if len(scheduler._flights) == limits.steps_in_flight:
         return
     assert scheduler._flights or not scheduler._requests, "nothing runs"
-    plan = scheduler._planned(others_wait=False)
+    plan = scheduler._rounds.planned(scheduler._running.values(), others_wait=False)
     assert not plan, f"{[request.request_id for request, _ in plan]} could run, and the executor has room"
     _check_admissions(scheduler, tables)
 

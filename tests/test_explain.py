@@ -22,7 +22,7 @@ from scheduling import (
 )
 from support import Core, expected_output
 
-from cuelight.actors.scheduler import actor as scheduler_actor
+from cuelight.actors.scheduler import rounds
 from cuelight.actors.scheduler.chronicle import ENDED_MAX, EVENTS_MAX, OBSTACLES_MAX
 from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.messages.cache import Admission
@@ -200,12 +200,12 @@ def test_memory_is_bounded_after_10_000_requests() -> None:
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tracked], bool]) -> None:
     """Steps are planned without those for whom `fault` is true."""
-    sound = scheduler_actor.plan_step
+    sound = rounds.plan_step
 
     def plan_step(running, *limits, **others):  # type: ignore[no-untyped-def]  # as the sound one
         return [(request, count) for request, count in sound(running, *limits, **others) if not fault(request)]
 
-    monkeypatch.setattr(scheduler_actor, "plan_step", plan_step)
+    monkeypatch.setattr(rounds, "plan_step", plan_step)
 
 
 def run_to_rest(core: Core) -> int:
@@ -281,7 +281,7 @@ def test_rule_11_whoever_was_refused_fails_and_not_who_came_in_front_of_it(monke
     monkeypatch.setattr(tables, "admit", lambda admission: sound(admission) if admission.request_id else None)
     scheduler = scheduler_of(core)
     scheduler.handle(scheduler_admit(0))
-    assert scheduler._courted == {0}
+    assert scheduler._reservation.courted == {0}
     scheduler.handle(scheduler_admit(1, priority=9))
     run_to_rest(core)
     assert core.ends()[0].reason is FinishReason.FAILED and "does not fit the block pool" in core.ends()[0].error

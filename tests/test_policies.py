@@ -271,6 +271,20 @@ def test_from_fair_to_fair_the_counters_stay_and_new_weights_count_from_then_on(
     assert numbers(queue.head(2)) == [1, 0], "from another policy, all tenants start alike"
 
 
+@pytest.mark.parametrize("tokens", [1e3, 1e6, 1e9, 1e12])
+def test_between_the_heaviest_tenants_a_token_counts_however_much_the_lightest_has_received(tokens: float) -> None:
+    queue = queue_of("fair", light=1e-6, b=1e6, c=1e6)
+    light = tracked(0, Service("light"))
+    queue.charge(light, tokens)
+    queue.join(light)
+    for number in range(20):
+        queue.join(tracked(100 + number, Service("bc"[number % 2])))
+    queue.charge(light, 1.0)
+    order = served(queue, cost=20.0)
+    assert [number % 2 for number in order[:20]] == [0, 1] * 10
+    assert order[20] == 0
+
+
 def test_each_token_of_a_prompt_is_charged_once_and_none_that_the_cache_gave() -> None:
     queue = queue_of("fair")
     request = tracked(0, Service("a"), prompt=10)
@@ -464,6 +478,23 @@ def test_a_tenant_with_a_queue_takes_short_steps_while_another_is_about() -> Non
     assert queue.turns(prompts_of("ab", 9), 1e9) is not None, "one that runs is about"
 
 
+def test_one_that_wants_no_prompt_computed_keeps_nobody_s_turn_from_coming() -> None:
+    """Whether it is only about or decodes: it has received less than any other."""
+    running = prompts_of("aab", 70)
+    decoding = tracked(9, Service("idle"), prompt=1)
+    queue = waiting_for("a", "idle")
+    queue.leave(queue.head(2)[1])
+    for tenant in "ab":
+        queue.charge(tracked(0, Service(tenant)), 5 * LEEWAY_TOKENS)
+    assert shared(queue, running) == {2: 70}
+    decoding.admit(0, 0.0)
+    decoding.scheduled = 1
+    decoding.pending = 1
+    assert shared(queue, [*running, decoding]) == {9: 1, 2: 70}
+    decoding.prefill_tokens = decoding.scheduled + 1
+    assert shared(queue, [*running, decoding]) == {9: 1, 0: 20, 2: 20}, "it wants a token of its prompt"
+
+
 def test_of_tenants_that_were_about_only_so_many_are_remembered() -> None:
     queue = queue_of("fair")
     for number in range(10 * ABOUT_MAX):
@@ -646,7 +677,7 @@ def test_the_policy_changes_while_a_hundred_wait_and_some_run(seed: int) -> None
     scheduler = scheduler_of(core)
     step_until(core, lambda: scheduler._waiting._policy.rank(tracked(0, Service(priority=1))) == (-1e6, 0))
     # Whoever had been chosen by then, the rest follow by priority alone.
-    begun = set(device.order()) | set(scheduler._running) | scheduler._courted | set(scheduler._asked or ())
+    begun = set(device.order()) | set(scheduler._running) | set(scheduler._reservation.courted)
     finish(core)
     rest = [request_id for request_id in device.order() if request_id not in begun]
     assert len(rest) > 30

@@ -32,6 +32,7 @@ services = st.builds(
     st.integers(-2, 2),
     st.sampled_from([*[None] * 8, 0.05, 0.5]),
     st.sampled_from([*[None] * 8, 0.1, 5.0]),
+    st.sampled_from(["", "", "salt"]),
 )
 samplings = st.builds(
     Sampling,
@@ -71,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         steps_in_flight=st.integers(1, 3),
         watermark=st.sampled_from([0.0, 0.2]),
         long_prefill_tokens=st.sampled_from([1, 4, 4, 2**63]),
+        host_block_count=st.sampled_from([0, 0, 1, 8]),
         chosen=policies,
     )
     def start(
@@ -83,9 +85,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         steps_in_flight: int,
         watermark: float,
         long_prefill_tokens: int,
+        host_block_count: int,
         chosen: SetPolicy,
     ) -> None:
-        self.device = WatchedDevice(2 + -(-56 // block_size) * room, block_size)
+        self.device = WatchedDevice(2 + -(-56 // block_size) * room, block_size, host_block_count)
         self.token_limit = (self.device.block_count - 1) * block_size
         self.core = Core(
             seed,
@@ -113,6 +116,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             own = prompt if count == 1 else [*prompt, twin]
             self.asked[request_id] = Asked(own, sampling, service, self.core.stage.clock.now())
             self.core.admit(request_id, own, sampling, service=service)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), sampling=samplings, count=st.sampled_from([1, 3]))
+    def sample(self, data: st.DataObject, sampling: Sampling, count: int) -> None:
+        """More outputs for the prompt of one that may be over by now."""
+        like = data.draw(st.sampled_from(sorted(self.asked)))
+        first = self.asked[like]
+        for request_id in range(len(self.asked), len(self.asked) + count):
+            self.asked[request_id] = Asked(first.prompt, sampling, first.service, self.core.stage.clock.now())
+            self.core.admit(request_id, first.prompt, sampling, service=first.service, like=like)
 
     @rule(count=st.integers(1, 12))
     def deliver(self, count: int) -> None:

@@ -298,7 +298,9 @@ def test_a_deadline_ends_a_request_in_any_state(state: str, seed: int) -> None:
         "in flight": lambda: victim.pending > 0,
         "preempted": lambda: victim.preemptions > 0 and not victim.running,
         "set aside": lambda: victim in scheduler._door.deferred,
-        "asked for": lambda: victim.request_id in scheduler._courted and scheduler._asked is not None,
+        "asked for": lambda: (
+            victim.request_id in scheduler._reservation.courted and scheduler._reservation.asked is not None
+        ),
     }
     step_until(core, reached[state])
     core.stage.clock.seconds = max(core.stage.clock.seconds, 50.0)

@@ -20,7 +20,7 @@ from support import Core, expected_output
 
 from cuelight.actors.scheduler.deferred import DEFERRED_MAX
 from cuelight.messages.cache import Admission
-from cuelight.messages.request import FinishReason, Sampling, Service
+from cuelight.messages.request import FinishReason, RequestId, Sampling, Service
 
 PREFIX = list(range(500, 540))
 
@@ -249,3 +249,18 @@ def test_the_same_prompt_many_times_is_computed_once_but_for_its_last_block() ->
     finish(core)
     assert device.computed() == 40 + 9 * 4, "one token at least is left to compute, so the last block is"
     assert not scheduler_of(core)._door.deferred
+
+
+@pytest.mark.parametrize(("shared", "like", "enough"), [(9, None, 8), (39, None, 36), (40, 0, 39)])
+def test_nobody_waits_for_tokens_that_it_cannot_share(shared: int, like: int | None, enough: int) -> None:
+    """Those of a block that is not alike to its end, and the last one, which it computes itself (rule 22)."""
+    core = Core(0, device=WatchedDevice(100, 4), token_budget=enough)
+    core.admit(0, PREFIX if like == 0 else [*PREFIX[: enough + 1], 0], Sampling(max_tokens=4))
+    core.admit(1, PREFIX if like == 0 else [*PREFIX[:shared], 1, 2], Sampling(max_tokens=4), like=like)
+    scheduler = scheduler_of(core)
+    step_until(core, lambda: scheduler._door.deferred)
+    leader = scheduler._running[RequestId(0)]
+    step_until(core, lambda: leader.computed >= enough)
+    assert leader.computed == enough < leader.prefill_tokens and not scheduler._door.deferred
+    finish(core)
+    assert core.ends()[1].usage.cached_tokens >= enough

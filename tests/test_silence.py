@@ -83,6 +83,19 @@ def test_a_step_that_failed_is_not_waited_for() -> None:
     assert core.stage.clock.seconds < PATIENCE_SECONDS
 
 
+def test_one_timer_runs_where_a_wake_up_is_heard_after_it_was_given_up() -> None:
+    """The timer is over, and before the scheduler hears of it the answer comes and another question goes out."""
+    stage = Stage(0)
+    patience = Patience(lambda seconds: stage.after(seconds, lambda: None))
+    patience.asked(0.0)
+    patience.answered(PATIENCE_SECONDS)
+    patience.asked(PATIENCE_SECONDS)
+    assert patience.silence(PATIENCE_SECONDS) is None
+    assert len(stage._timers) == 1
+    patience.answered(PATIENCE_SECONDS)
+    assert not stage._timers
+
+
 def test_whoever_took_long_before_may_take_longer() -> None:
     stage = Stage(0)
     due: list[float] = []

@@ -17,9 +17,11 @@ from cuelight.actors.scheduler.door import Door
 from cuelight.actors.scheduler.flights import Flights
 from cuelight.actors.scheduler.outbox import Neighbours, Outbox
 from cuelight.actors.scheduler.patience import Patience
-from cuelight.actors.scheduler.planning import Limits, plan_step, stop_reason
+from cuelight.actors.scheduler.planning import Limits, stop_reason
 from cuelight.actors.scheduler.policy import OUTPUT_TOKEN_COST, policy_of
 from cuelight.actors.scheduler.queue import Queue
+from cuelight.actors.scheduler.reservation import Reservation
+from cuelight.actors.scheduler.rounds import Rounds
 from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.kernel import Actor, Context, Timer, get_logger
 from cuelight.messages import cache, detokenizer, intake
@@ -81,15 +83,11 @@ class Scheduler(Actor[SchedulerInbox]):
         self._outbox = Outbox(neighbours)
         self._deadlines = Deadlines(_waking(context, DEADLINES))
         self._chronicle = Chronicle()
+        self._rounds = Rounds(limits, self._waiting, self._door, self._chronicle, context.clock.now)
+        self._reservation = Reservation(neighbours.cache, context.ref)
         self._doubts = {who: Patience(_waking(context, who)) for who in (CACHE, EXECUTOR)}
         self._arrivals = 0
         self._pool: ExecutorReady | None = None
-        # While a Reserve is out: whom it asks for, with their incarnations, and which of them waited then.
-        self._asked: dict[RequestId, int] | None = None
-        self._courted: set[RequestId] = set()
-        self._news_when_asked = 0
-        # Whose computed tokens the cache manager is to hear of with the next Reserve.
-        self._prefilled: dict[RequestId, Tracked] = {}
 
     def handle(self, message: SchedulerInbox) -> None:
         match message:
@@ -135,7 +133,6 @@ class Scheduler(Actor[SchedulerInbox]):
         self._arrivals += 1
         self._requests[admit.request_id] = request
         self._waiting.join(request)
-        self._door.joined(request)
         self._deadlines.add(request, self._clock.now())
 
     def _stop_matched(self, matched: StopMatched) -> None:
@@ -162,9 +159,9 @@ class Scheduler(Actor[SchedulerInbox]):
 
     def _see_that_something_moves(self) -> None:
         """Rule 11: while anything is left to do, a step runs or blocks are asked for; else one request is given up."""
-        while self._pool is not None and self._requests and self._asked is None and not self._flights:
+        while self._pool is not None and self._requests and self._reservation.asked is None and not self._flights:
             stuck = next(iter(self._running.values()), None) or self._waiting.head(1)[0]
-            obstacle = self._door.obstacle(self._running.values(), self._limits.token_budget)
+            obstacle = self._door.obstacle(self._running.values(), self._limits.token_budget, self._clock.now())
             why = obstacle or ("all wait for a prefix" if self._door.deferred else "no step can be planned")
             reason = f"nothing moves, and {len(self._requests)} requests are live: {why}"
             log.error("stalled", request_id=stuck.request_id, reason=reason, running=len(self._running))
@@ -198,7 +195,7 @@ class Scheduler(Actor[SchedulerInbox]):
             if request.incarnation == incarnation and request.running:
                 request.computed += token_count
                 if request.computed <= request.prefill_tokens:
-                    self._prefilled[request.request_id] = request
+                    self._reservation.tell_of(request)
                     self._waiting.charge_prompt(request)
                     self._door.reopen(request)  # others may share what was just computed
         for request_id, reason in done.failed:
@@ -242,7 +239,7 @@ class Scheduler(Actor[SchedulerInbox]):
             assert self._pool is not None
             self._outbox.flush_released()
             # What is granted now is of tables that the reset forgets.
-            for request_id in self._courted if self._asked is not None else ():
+            for request_id in self._reservation.courted if self._reservation.asked is not None else ():
                 if (courted := self._requests.get(request_id)) is not None and not courted.running:
                     courted.incarnation += 1
             self._reset_cache(self._pool)
@@ -252,38 +249,21 @@ class Scheduler(Actor[SchedulerInbox]):
     def _plan(self, *, admit: bool) -> None:
         """Send the next step, or first ask for the blocks it wants."""
         running = self._running.values()
-        while self._pool is not None and self._asked is None and self._flights.has_room:
+        while self._pool is not None and self._reservation.asked is None and self._flights.has_room:
             usurper = self._usurp() if admit else None
-            # A long prompt leaves room for those that wait; what they do not take it gets when blocks are granted.
-            others_wait = admit and len(self._waiting) > 0 and self._door.closed(running) is None
-            plan = self._planned(others_wait=others_wait)
-            growths = [cache.Growth(r.request_id, r.scheduled + n) for r, n in plan if r.scheduled + n > r.capacity]
-            budget = self._limits.token_budget - sum([count for _, count in plan])
-            admissions = self._candidates(budget, usurper) if admit else []
-            if others_wait and not admissions:
-                plan = self._planned(others_wait=False)
-            if growths or admissions:
-                self._reserve(growths, admissions, budget)
-            elif plan:
-                self._execute(plan)
+            following = self._rounds.next(running, admit=admit, usurper=usurper)
+            if following.growths or following.admitted:
+                self._doubts[CACHE].asked(self._clock.now())
+                self._reservation.ask(following, self._running, self._door.deferred.news)
+            elif following.plan:
+                self._execute(following.plan)
             else:
                 return
-
-    def _planned(self, *, others_wait: bool) -> list[tuple[Tracked, int]]:
-        limits = self._limits
-        running = self._running.values()
-        return plan_step(
-            running,
-            limits.token_budget,
-            limits.long_prefill_tokens,
-            others_wait=others_wait,
-            turns=lambda: self._waiting.turns(running, self._clock.now()),
-        )
 
     def _usurp(self) -> Tracked | None:
         """Who takes the place of another one for its tenant's share: the other one is preempted (one a round)."""
         pair = self._usurpation()
-        if pair is None or sum([count for _, count in self._planned(others_wait=True)]) >= self._limits.token_budget:
+        if pair is None or not self._rounds.has_tokens_left(self._running.values(), without=pair[1]):
             return None
         usurper, victim = pair
         usurper.is_sheltered = True
@@ -294,18 +274,8 @@ class Scheduler(Actor[SchedulerInbox]):
     def _usurpation(self) -> tuple[Tracked, Tracked] | None:
         if self._pool is None:
             return None
-        return self._door.usurpation(self._running.values(), (self._pool.block_count - 1) * self._pool.block_size)
-
-    def _candidates(self, token_budget: int, usurper: Tracked | None) -> list[cache.Admission]:
-        """Who is tried now, if anybody may come in; with a usurper nobody else, or its victim might come back."""
-        if not self._waiting:
-            return []
-        if (obstacle := self._door.obstacle(self._running.values(), token_budget)) is not None:
-            self._chronicle.obstacle(obstacle, self._clock.now())
-            return []
-        if usurper is not None:
-            return [usurper.admission()]
-        return [r.admission() for r in self._door.candidates(self._running.values(), self._clock.now())]
+        token_capacity = (self._pool.block_count - 1) * self._pool.block_size
+        return self._door.usurpation(self._running.values(), token_capacity, self._clock.now())
 
     def _execute(self, plan: list[tuple[Tracked, int]]) -> None:
         self._outbox.counts["scheduled_tokens"] += sum([count for _, count in plan])
@@ -313,25 +283,13 @@ class Scheduler(Actor[SchedulerInbox]):
         self._doubts[EXECUTOR].asked(self._clock.now())
         self._flights.send(plan)
 
-    def _reserve(self, growths: list[cache.Growth], admissions: list[cache.Admission], token_budget: int) -> None:
-        asked = [g.request_id for g in growths] + [a.request_id for a in admissions]
-        self._courted = {a.request_id for a in admissions}
-        self._asked = {request_id: self._requests[request_id].incarnation for request_id in asked}
-        self._news_when_asked = self._door.deferred.news
-        growing = {g.request_id: self._requests[g.request_id] for g in growths}
-        filled = tuple(request.filled() for request in (self._prefilled | growing).values() if request.running)
-        self._prefilled.clear()
-        self._doubts[CACHE].asked(self._clock.now())
-        self._cache.tell(cache.Reserve(filled, tuple(growths), tuple(admissions), token_budget, reply_to=self._self))
-
     def _granted(self, granted: Granted) -> None:
-        asked, self._asked = self._asked, None
-        assert asked is not None, "only what was asked for is granted"
+        asked = self._reservation.answered()
         self._doubts[CACHE].answered(self._clock.now())
         self._flights.copy(granted.copies)
         for grant in granted.grants:
             self._take(grant, asked[grant.request_id])
-        is_stale = self._door.deferred.news != self._news_when_asked
+        is_stale = self._door.deferred.news != self._reservation.news
         for request_id in granted.deferred:
             self._defer(request_id, is_stale=is_stale)
         short = [r for i in granted.refused if (r := self._requests.get(i)) and r.incarnation == asked[i]]
@@ -345,8 +303,10 @@ class Scheduler(Actor[SchedulerInbox]):
         if short and self._usurpation() is not None:
             self._plan(admit=True)
             return
+        if short and short[0].is_sheltered and not is_stale:
+            self._door.gave_way_in_vain(short[0])
         # If all that were tried have been set aside, the next in line are tried before they lose their turn.
-        if short or not granted.deferred or self._courted - set(granted.deferred):
+        if short or not granted.deferred or self._reservation.courted - set(granted.deferred):
             self._run_what_fits()
         if short and not is_stale and not self._running and not self._flights:
             # Nothing runs, so every block is free, and still it does not fit: it never will (rule 11).
@@ -356,7 +316,7 @@ class Scheduler(Actor[SchedulerInbox]):
     def _take(self, grant: Grant, incarnation: int) -> None:
         """Blocks are there for a request, if it still is."""
         request = self._requests.get(grant.request_id)
-        if request is None and grant.request_id in self._courted:
+        if request is None and grant.request_id in self._reservation.courted:
             # It ended while it waited, so nobody has released what it is given now.
             self._outbox.release(cache.Filled(grant.request_id, grant.cached_tokens, ()))
             self._door.reopen(None)
@@ -373,14 +333,15 @@ class Scheduler(Actor[SchedulerInbox]):
 
     def _defer(self, request_id: RequestId, *, is_stale: bool) -> None:
         """Set a request aside until what it shares with a running one is computed, if that is still to be done."""
-        if (request := self._requests.get(request_id)) is None:
+        if (request := self._requests.get(request_id)) is None or self._pool is None:
             return
-        if self._door.deferred.add(request, self._running.values(), is_stale=is_stale):
+        request.is_sheltered = False
+        if self._door.deferred.add(request, self._running.values(), self._pool.block_size, is_stale=is_stale):
             why = "a running request is computing the prefix they share"
             self._chronicle.note(request, "deferred", why, self._clock.now())
 
     def _run_what_fits(self) -> None:
-        plan = self._planned(others_wait=False)
+        plan = self._rounds.planned(self._running.values(), others_wait=False)
         plan = [(request, count) for request, count in plan if request.scheduled + count <= request.capacity]
         if plan:
             self._execute(plan)
@@ -401,7 +362,7 @@ class Scheduler(Actor[SchedulerInbox]):
     def _give_back(self, request: Tracked) -> None:
         del self._running[request.request_id]
         self._outbox.release(request.filled())
-        self._prefilled.pop(request.request_id, None)
+        self._reservation.leave(request)
         self._flights.leave(request)
 
     def _end_if_live(self, request_id: RequestId, reason: FinishReason, error: str = "") -> None:

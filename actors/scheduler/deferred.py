@@ -33,9 +33,9 @@ class Deferred:
         """Whether so many wait that nobody else is to be tried."""
         return len(self._leaders) >= DEFERRED_MAX
 
-    def add(self, request: Tracked, running: Iterable[Tracked], *, is_stale: bool) -> bool:
+    def add(self, request: Tracked, running: Iterable[Tracked], block_size: int, *, is_stale: bool) -> bool:
         """Set it aside, unless what it was to wait for has been computed or given up since (`is_stale`)."""
-        leader, shared = _leader(request, running)
+        leader, shared = _leader(request, running, block_size)
         if leader is None and is_stale:
             return False
         self._leaders[request] = leader, shared
@@ -56,16 +56,19 @@ class Deferred:
             }
 
 
-def _leader(request: Tracked, running: Iterable[Tracked]) -> tuple[Tracked | None, int]:
+def _leader(request: Tracked, running: Iterable[Tracked], block_size: int) -> tuple[Tracked | None, int]:
     """Who is computing most of what this request shares with anyone, and how many tokens that are."""
     leader, shared = None, 0
     for other in running:
-        ahead = other.computed
-        if ahead >= min(other.prefill_tokens, len(request.token_ids)) or other.salt != request.salt:
+        # Its last token it computes itself, whoever else has (rule 22).
+        ahead, end = other.computed, min(other.prefill_tokens, len(request.token_ids) - 1)
+        if ahead >= end or other.salt != request.salt:
             continue
         # Most have nothing in common there, which one look tells.
         if request.token_ids[ahead] == other.token_ids[ahead]:
-            tokens = min(common_prefix(request.token_ids, other.token_ids), other.prefill_tokens)
+            tokens = min(common_prefix(request.token_ids, other.token_ids), end)
+            if other.request_id != request.like:  # of which only whole blocks can be found
+                tokens -= tokens % block_size
             if tokens > max(shared, ahead):
                 leader, shared = other, tokens
     return leader, shared

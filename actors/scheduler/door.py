@@ -19,27 +19,34 @@ class Door:
         self.running_max = min(limits.running_max, limits.token_budget)
         self._waiting = waiting
         self.deferred = Deferred()
-        self._is_pool_exhausted = False
-
-    def joined(self, request: Tracked) -> None:
-        """It waits. If it is served before the one that did not fit, it may fit."""
-        if self._is_pool_exhausted and self._waiting.head(1)[0] is request:
-            self._is_pool_exhausted = False
+        # What is free does not suffice for this one. It shuts the door for as long as it is the next in line.
+        self._refused: Tracked | None = None
+        self._changes_then = 0
+        # Another one gave way to it, and still there was no room: nobody else does until one of those that run is gone.
+        self._in_vain: Tracked | None = None
 
     def refused(self, request: Tracked | None) -> None:
-        """What is free does not suffice for this one, the next in line; None where it did for all that were tried."""
-        self._is_pool_exhausted = request is not None
+        """What is free does not suffice for this one; None where it did for all that were tried."""
+        self._refused = request
+        self._changes_then = -1
+
+    def gave_way_in_vain(self, request: Tracked) -> None:
+        """It was refused though others gave way to it, and no other one can."""
+        request.is_sheltered = False
+        self._in_vain = request
 
     def reopen(self, source: Tracked | None) -> None:
         """Try again whoever was refused, or set aside for what this one has computed or never will."""
-        self._is_pool_exhausted = False
+        self._refused = None
+        if source is None or not source.running:
+            self._in_vain = None
         self.deferred.reopen(source)
 
-    def closed(self, running: Collection[Tracked]) -> str | None:
+    def closed(self, running: Collection[Tracked], now: float) -> str | None:
         """What keeps everybody out, whatever the next step is."""
         if len(running) >= self.running_max:
             return f"{len(running)} requests are running, as many as may"
-        if self._is_pool_exhausted:
+        if self._is_pool_exhausted(running, now):
             return "the blocks that are free do not suffice for the next in line"
         if any(request.suspect for request in running):
             return "requests of a failed step run alone"
@@ -47,36 +54,52 @@ class Door:
             return f"{DEFERRED_MAX} requests wait for prefixes that are being computed"
         return None
 
-    def obstacle(self, running: Collection[Tracked], token_budget: int) -> str | None:
+    def obstacle(self, running: Collection[Tracked], token_budget: int, now: float) -> str | None:
         """What keeps everybody out of the next step, which has so many tokens left."""
-        if (closed := self.closed(running)) is not None:
+        if (closed := self.closed(running, now)) is not None:
             return closed
         return None if token_budget > 0 else "the requests that run use the whole token budget"
 
-    def usurpation(self, running: Collection[Tracked], token_capacity: int) -> tuple[Tracked, Tracked] | None:
+    def usurpation(
+        self, running: Collection[Tracked], token_capacity: int, now: float
+    ) -> tuple[Tracked, Tracked] | None:
         """Where all seats are taken, or the pool's slots: who may come in for its tenant's share, and who gives way."""
         seats_are_taken = len(running) >= self.running_max
-        if not seats_are_taken and not self._is_pool_exhausted:
+        if not seats_are_taken and not self._is_pool_exhausted(running, now):
             return None
         if self.deferred.is_full or any(request.suspect for request in running):
             return None
         if seats_are_taken:
-            return self._waiting.usurpation(running, self.running_max, lambda _: 1, self.deferred.__contains__)
-        return self._waiting.usurpation(running, token_capacity, Tracked.slots, self.deferred.__contains__)
+            return self._waiting.usurpation(running, self.running_max, lambda _: 1, self._cannot_come)
+        return self._waiting.usurpation(running, token_capacity, Tracked.slots, self._cannot_come)
 
     def candidates(self, running: Collection[Tracked], now: float) -> list[Tracked]:
-        """Those to try now: the head of the queue, as far as there are seats.
+        """Those to try now: the head of the queue, as far as there are seats."""
+        seats = min(self.running_max - len(running), self._limits.admissions_tried_max)
+        return self._next_in_line(seats, running, now)
 
-        Of a tenant whose running prompts fill what it may have of a step, there is none.
-        """
+    def _next_in_line(self, count: int, running: Collection[Tracked], now: float) -> list[Tracked]:
+        """Of a tenant whose running prompts fill what it may have of a step, there is none."""
         turns = self._waiting.turns(running, now)
         sated = self._waiting.sated(running, turns, self._limits.long_prefill_tokens) if turns is not None else ()
-        seats = min(self.running_max - len(running), self._limits.admissions_tried_max)
-        candidates: list[Tracked] = []
-        for request in self._waiting.head(seats + len(self.deferred), without=sated):
+        following: list[Tracked] = []
+        for request in self._waiting.head(count + len(self.deferred), without=sated):
             # A preempted request comes back only when its tokens in flight have arrived (rule 38).
-            if request.pending or len(candidates) == seats:
+            if request.pending or len(following) == count:
                 break
             if request not in self.deferred:  # set aside, so that it does not hold up those behind it (rule 9)
-                candidates.append(request)
-        return candidates
+                following.append(request)
+        return following
+
+    def _is_pool_exhausted(self, running: Collection[Tracked], now: float) -> bool:
+        """Whether who was refused is still the next: it may have left, and others may have come before it."""
+        if self._refused is None:
+            return False
+        if self._waiting.is_fair or self._waiting.changes != self._changes_then:
+            if self._next_in_line(1, running, now) != [self._refused]:
+                return False
+            self._changes_then = self._waiting.changes
+        return True
+
+    def _cannot_come(self, request: Tracked) -> bool:
+        return request is self._in_vain or request in self.deferred

@@ -48,7 +48,9 @@ class Patience:
 
     def silence(self, now: float) -> float | None:
         """To be called when the timer is over: for how long it has been silent, where that is too long."""
-        self._timer = None
+        if self._timer is not None:
+            self._timer.cancel()  # what is heard may be from one that was over just before it was cancelled
+            self._timer = None
         if not self._asked:
             return None
         waited = now - self._asked[0]

@@ -56,7 +56,7 @@ class Turns:
     policy: Policy
     counters: Mapping[str, float]
     least: float
-    """The counter of the tenant that has received least."""
+    """The counter of the one that has received least, of the tenants that want prompts computed."""
     queued: Collection[str]
     """Those with requests that wait."""
 

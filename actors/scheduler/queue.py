@@ -18,6 +18,9 @@ _Place: TypeAlias = tuple[bool, Rank, int, Tracked]
 COUNTERS_MAX: Final = 1024
 """So many tenants are remembered before the first look at whom to forget."""
 
+COUNTER_HIGH: Final = 1e6
+"""Here a float still holds a token of the heaviest tenant, which counts a millionth, to a part in a thousand."""
+
 ABOUT_SECONDS: Final = 60.0
 ABOUT_MAX: Final = 64
 """A tenant is about for so long after its last request came, unless so many others came since."""
@@ -46,6 +49,8 @@ class Queue:
     def __init__(self, policy: Policy) -> None:
         self._waiting: dict[Tracked, int] = {}
         self._tickets = count(1)
+        self.changes = 0
+        """How often anybody has joined or left; where tenants are charged, their order also changes in between."""
         self._begin(policy)
 
     def _begin(self, policy: Policy) -> None:
@@ -60,17 +65,23 @@ class Queue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def is_fair(self) -> bool:
+        """Whether tenants have lanes and are charged."""
+        return self._policy.is_fair
+
     def join(self, request: Tracked) -> None:
         """Wait from now on; one that was preempted before those of its lane that never ran."""
         assert request not in self._waiting, "a request waits once"
         self._waiting[request] = ticket = next(self._tickets)
+        self.changes += 1
         tenant = self._tenant(request)
         self._see(tenant, request.arrived_at)
         lane = self._lanes.get(tenant)
         if lane is None:
             # With nobody waiting, the tenant that was served last says how far the others have come.
             present = list(self._lanes) or [self._last_to_leave]
-            least = min(self._counters.get(other, 0.0) for other in present)
+            least = self._lowered(min(self._counters.get(other, 0.0) for other in present))
             self._counters[tenant] = max(self._counters.get(tenant, 0.0), least)
             self._forget_tenants(least)
             lane = self._lanes[tenant] = _Lane()
@@ -80,6 +91,7 @@ class Queue:
     def leave(self, request: Tracked) -> None:
         """Wait no longer."""
         del self._waiting[request]
+        self.changes += 1
         tenant = self._tenant(request)
         lane = self._lanes[tenant]
         lane.length -= 1
@@ -130,8 +142,12 @@ class Queue:
             request.charged_tokens += tokens
             self.charge(request, INPUT_TOKEN_COST * tokens)
 
-    def turns(self, running: Iterable[Tracked], now: float) -> Turns | None:
-        """How tenants share a step, where more than one is about."""
+    def turns(self, running: Collection[Tracked], now: float) -> Turns | None:
+        """How tenants share a step, where more than one is about.
+
+        Only those that want prompts computed are compared: one that has received less and wants none keeps nobody's
+        turn from coming.
+        """
         if not self._policy.is_fair:
             return None
         while self._came_at and (oldest := next(iter(self._came_at.items())))[1] < now - ABOUT_SECONDS:
@@ -139,7 +155,8 @@ class Queue:
         about = {*self._came_at, *self._lanes, *map(_tenant_of, running)}
         if len(about) <= 1:
             return None
-        least = min([self._counters.get(tenant, 0.0) for tenant in about])
+        prefilling = [_tenant_of(request) for request in running if request.scheduled < request.prefill_tokens]
+        least = min([self._counters.get(tenant, 0.0) for tenant in [*self._lanes, *prefilling]], default=0.0)
         return Turns(self._policy, self._counters, least, self._lanes.keys())
 
     def sated(self, running: Iterable[Tracked], turns: Turns, prefill_tokens: int) -> set[str]:
@@ -227,6 +244,13 @@ class Queue:
         self._came_at[tenant] = max(self._came_at.pop(tenant, 0.0), arrived_at)
         if len(self._came_at) > ABOUT_MAX:
             del self._came_at[next(iter(self._came_at))]
+
+    def _lowered(self, least: float) -> float:
+        """The same `least`, after taking it off every counter where it is so high that small charges would be lost."""
+        if least <= COUNTER_HIGH:
+            return least
+        self._counters = {tenant: counter - least for tenant, counter in self._counters.items()}
+        return 0.0
 
     def _forget_tenants(self, least: float) -> None:
         """Names of tenants are the clients' to choose. One that would be brought up to `least` needs no counter."""

@@ -1,0 +1,55 @@
+"""The question that is out to the cache manager, at most one: for whom blocks were asked, and as what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cuelight.actors.scheduler.rounds import Round
+from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.messages import cache
+from cuelight.messages.address import Address
+from cuelight.messages.request import RequestId
+from cuelight.messages.scheduler import Granted
+
+
+class Reservation:
+    """Tells the cache manager, with each question, what was computed since the last one."""
+
+    def __init__(self, to: Address[cache.CacheMessage], reply_to: Address[Granted]) -> None:
+        self._to = to
+        self._reply_to = reply_to
+        self.asked: dict[RequestId, int] | None = None
+        """While it is out: the incarnations of those it asks for."""
+        self.courted: set[RequestId] = set()
+        """Those of the last one that waited then."""
+        self.news = 0
+        """What there had been then."""
+        self._prefilled: dict[RequestId, Tracked] = {}
+
+    def tell_of(self, request: Tracked) -> None:
+        """With the next question: more of this one's prompt has been computed."""
+        self._prefilled[request.request_id] = request
+
+    def leave(self, request: Tracked) -> None:
+        """It gives its blocks back, and says then how far they are filled."""
+        self._prefilled.pop(request.request_id, None)
+
+    def ask(self, wanted: Round, running: Mapping[RequestId, Tracked], news: int) -> None:
+        """Ask for the blocks that the round wants."""
+        growing = {growth.request_id: running[growth.request_id] for growth in wanted.growths}
+        courted = {request.request_id: request for request in wanted.admitted}
+        self.asked = {request_id: request.incarnation for request_id, request in (growing | courted).items()}
+        self.courted = set(courted)
+        self.news = news
+        filled = tuple([request.filled() for request in (self._prefilled | growing).values()])
+        self._prefilled.clear()
+        admissions = tuple([request.admission() for request in wanted.admitted])
+        self._to.tell(
+            cache.Reserve(filled, tuple(wanted.growths), admissions, wanted.token_budget, reply_to=self._reply_to)
+        )
+
+    def answered(self) -> dict[RequestId, int]:
+        """The answer has come; what was asked."""
+        asked, self.asked = self.asked, None
+        assert asked is not None, "only what was asked for is granted"
+        return asked

@@ -1,0 +1,85 @@
+"""One planning round: what the next step computes, who may come in for it, and the blocks that both want."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from cuelight.actors.scheduler.chronicle import Chronicle
+from cuelight.actors.scheduler.door import Door
+from cuelight.actors.scheduler.planning import Limits, plan_step
+from cuelight.actors.scheduler.queue import Queue
+from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.messages import cache
+
+NEXT_IN_LINE_WAIT: Final = "the next in line wait for prompts that are being computed, or for tokens in flight"
+
+
+@dataclass(frozen=True)
+class Round:
+    """So many tokens of each request, which want these growths first; who is let in if there are blocks for it."""
+
+    plan: list[tuple[Tracked, int]]
+    growths: list[cache.Growth]
+    admitted: list[Tracked]
+    token_budget: int
+    """What the plan leaves of a step's."""
+
+
+class Rounds:
+    """Decides rounds; changes nothing but what the chronicle says of why nobody comes in."""
+
+    def __init__(
+        self, limits: Limits, waiting: Queue, door: Door, chronicle: Chronicle, now: Callable[[], float]
+    ) -> None:
+        self._limits = limits
+        self._waiting = waiting
+        self._door = door
+        self._chronicle = chronicle
+        self._now = now
+
+    def planned(self, running: Collection[Tracked], *, others_wait: bool) -> list[tuple[Tracked, int]]:
+        """What a step of these computes; `others_wait` for a part of it."""
+        limits = self._limits
+        return plan_step(
+            running,
+            limits.token_budget,
+            limits.long_prefill_tokens,
+            others_wait=others_wait,
+            turns=lambda: self._waiting.turns(running, self._now()),
+        )
+
+    def has_tokens_left(self, running: Iterable[Tracked], without: Tracked) -> bool:
+        """Whether a step of these, but for one, leaves a token to others."""
+        others = [request for request in running if request is not without]
+        return sum([count for _, count in self.planned(others, others_wait=True)]) < self._limits.token_budget
+
+    def next(self, running: Collection[Tracked], *, admit: bool, usurper: Tracked | None) -> Round:
+        """The next one. Only where they may be admitted do others count; with a usurper nobody else is.
+
+        Its victim might come back in its place.
+        """
+        others_wait = admit and len(self._waiting) > 0 and self._door.closed(running, self._now()) is None
+        # A long prompt leaves room for those that wait; what they do not take it gets when blocks are granted.
+        plan = self.planned(running, others_wait=others_wait)
+        growths = [cache.Growth(r.request_id, r.scheduled + n) for r, n in plan if r.scheduled + n > r.capacity]
+        budget = self._limits.token_budget - sum([count for _, count in plan])
+        if usurper is not None:
+            # It is let in even if the others' new turns leave this step nothing for it.
+            return Round(plan, growths, [usurper], max(1, budget))
+        admitted = self._candidates(running, budget) if admit else []
+        if others_wait and not admitted:
+            plan = self.planned(running, others_wait=False)
+        return Round(plan, growths, admitted, budget)
+
+    def _candidates(self, running: Collection[Tracked], token_budget: int) -> list[Tracked]:
+        """Who is tried now, if anybody may come in."""
+        if not self._waiting:
+            return []
+        now = self._now()
+        obstacle = self._door.obstacle(running, token_budget, now)
+        candidates = [] if obstacle is not None else self._door.candidates(running, now)
+        if not candidates:
+            self._chronicle.obstacle(obstacle or NEXT_IN_LINE_WAIT, now)
+        return candidates

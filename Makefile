@@ -10,7 +10,7 @@ MAKEFLAGS += --no-print-directory
 
 # An editable install links source files one by one (which is what type checkers need), so a file that is new or gone
 # must be linked anew. The stamp's name holds a checksum of the list of files: another list, another stamp.
-LIST := $(shell find messages actors runtime -name '*.py' | LC_ALL=C sort | cksum | cut -d ' ' -f 1)
+LIST := $(shell find messages actors runtime \( -name '*.py' -o -name '*.cpp' -o -name '*.h' \) | LC_ALL=C sort | cksum | cut -d ' ' -f 1)
 INSTALLED := $(VENV)/.installed
 LINKED := $(VENV)/.linked-$(LIST)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypedDict, TypeGuard
@@ -12,8 +12,13 @@ from typing import TypedDict, TypeGuard
 from cuelight.errors import ConfigError, ModelUnavailable
 from cuelight.model_folder import json_object
 
-DTYPES = ("auto", "float32", "bfloat16")
-EXECUTORS = ("thread",)
+CHOICES: Mapping[str, tuple[str | None, ...]] = {
+    "dtype": ("auto", "float32", "bfloat16"),
+    "quantization": (None, "int8", "int4"),
+    "decoder": ("auto", "native", "transformers"),
+    "attention": ("auto", "reference", "cpu"),
+    "executor": ("thread",),
+}
 WEIGHT_MIN = 1e-6
 WEIGHT_MAX = 1e6
 """Beyond, a tenant's counter would be lost in rounding."""
@@ -26,7 +31,9 @@ class EngineConfig:
 
     Args:
         dtype: of weights and KV cache: "float32", "bfloat16", or "auto" (float32 on the CPU, bfloat16 on CUDA).
-        quantization: None; no other is available yet.
+        quantization: of the weights, on the CPU: "int8", "int4" (groups of 32), or None.
+        decoder: "native" (Llama-like models on the CPU), "transformers" (any), or "auto".
+        attention: of the transformers decoder: "reference" (plain torch), "cpu" (native code), or "auto".
         executor: where the device work runs: "thread".
         device: "cpu", "cuda", "cuda:1", or "auto" (CUDA where there is one).
         token_budget: tokens computed in one step, at most.
@@ -54,6 +61,8 @@ class EngineConfig:
 
     dtype: str = "auto"
     quantization: str | None = None
+    decoder: str = "auto"
+    attention: str = "auto"
     executor: str = "thread"
     device: str = "auto"
     token_budget: int = 512
@@ -90,12 +99,9 @@ class EngineConfig:
         return None if self.tenant_weights is None else tuple(self.tenant_weights)
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        if self.quantization is not None:
-            raise ConfigError(f"quantization {self.quantization!r} is not available: only None is")
-        if self.executor not in EXECUTORS:
-            raise ConfigError(f"executor {self.executor!r} is not available: only 'thread' is")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {_listed(allowed)}, not {getattr(self, name)!r}")
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be a name such as 'cpu' or 'cuda', not {self.device!r}")
         if not isinstance(self.journal, str | os.PathLike | None):
@@ -132,6 +138,8 @@ class EngineOptions(TypedDict, total=False):
 
     dtype: str
     quantization: str | None
+    decoder: str
+    attention: str
     executor: str
     device: str
     token_budget: int
@@ -197,6 +205,10 @@ def check_policy(policy: object, aging_seconds: object, tenant_weights: object) 
             raise ConfigError(
                 f"the weight of tenant {tenant!r} must be a number from {WEIGHT_MIN} to {WEIGHT_MAX}, not {weight!r}"
             )
+
+
+def _listed(allowed: Iterable[str | None]) -> str:
+    return ", ".join(map(repr, allowed))
 
 
 def _is_positive(value: object) -> TypeGuard[int | float]:

@@ -13,6 +13,7 @@ from cuelight.actors.detokenizer.actor import Detokenizer
 from cuelight.actors.detokenizer.vocabulary import load_decoder
 from cuelight.actors.executor.actor import Executor
 from cuelight.actors.executor.device import Device
+from cuelight.actors.executor.options import LoadOptions
 from cuelight.actors.intake.actor import Encoder, Intake, Limits
 from cuelight.actors.intake.tokenizer import PromptEncoder
 from cuelight.actors.scheduler.actor import Scheduler
@@ -28,6 +29,7 @@ from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.intake import IntakeMessage
 from cuelight.messages.observer import ObserverMessage
 from cuelight.messages.scheduler import Abort, Admit, SchedulerMessage, SetPolicy
+from cuelight.model_cache import cache_directory
 
 if TYPE_CHECKING:
     from cuelight.actors.executor.batch import Batch
@@ -58,13 +60,15 @@ def gather(folder: Path, config: EngineConfig) -> Ensemble[Batch]:
     facts = read_facts(folder)
 
     def load_device() -> Device[Batch]:
-        from cuelight.actors.executor.model.loading import LoadOptions, load
-        from cuelight.actors.executor.runner import ModelRunner
+        from cuelight.actors.executor import loading
 
-        loaded = load(
+        return loading.load_device(
             LoadOptions(
                 folder=folder,
+                decoder=config.decoder,
                 dtype=config.dtype,
+                quantization=config.quantization,
+                attention=config.attention,
                 device=config.device,
                 block_size=config.block_size,
                 block_count=config.block_count,
@@ -72,10 +76,11 @@ def gather(folder: Path, config: EngineConfig) -> Ensemble[Batch]:
                 host_block_count=config.host_block_count,
                 host_kv_cache_bytes=config.host_kv_cache_bytes,
                 eos_token_ids=facts.eos_token_ids,
+                token_budget=config.token_budget,
+                code_folder=_code_folder(),
                 now=time.perf_counter,
             )
         )
-        return ModelRunner(loaded)
 
     try:
         encoder, decode = PromptEncoder.load(folder), load_decoder(folder)
@@ -93,6 +98,14 @@ class Roles:
     cache: Role[CacheMessage]
     scheduler: Role[SchedulerMessage]
     intake: Role[IntakeMessage]
+
+
+def _code_folder() -> Path | None:
+    """Where compiled code is kept; None where there is no place for it, which is no reason not to serve a folder."""
+    try:
+        return cache_directory() / "native"
+    except ModelUnavailable:
+        return None
 
 
 def roles(config: EngineConfig) -> Roles:

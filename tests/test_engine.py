@@ -617,7 +617,10 @@ async def test_each_caller_gets_an_exception_of_its_own() -> None:
     [
         {"dtype": "float8"},
         {"dtype": None},
-        {"quantization": "int4"},
+        {"quantization": "int3"},
+        {"quantization": "None"},
+        {"decoder": "torch"},
+        {"decoder": None},
         {"executor": "process"},
         {"device": 3},
         {"token_budget": 0},
@@ -1280,6 +1283,22 @@ async def test_the_real_model_is_closed_in_the_middle_of_a_stream() -> None:
         await anext(stream)
     with pytest.raises(errors.EngineClosed):
         await stream.result()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+async def test_the_real_model_answers_with_quantized_weights(quantization: str) -> None:
+    async with started(Engine(block_count=64, quantization=quantization, device="cpu")) as engine:
+        greedy = await engine.generate("The capital of France is", max_tokens=8)
+        assert "Paris" in greedy.text or quantization == "int4", "4 bits are few for so small a model"
+        sampled = [await engine.generate("Once upon a time", temperature=1.0, seed=s, max_tokens=8) for s in (1, 1, 2)]
+        assert sampled[0].token_ids == sampled[1].token_ids != sampled[2].token_ids
+
+
+@pytest.mark.model
+async def test_a_decoder_that_cannot_be_is_refused_with_the_reason() -> None:
+    with pytest.raises(errors.ModelUnavailable, match="quantization 'int8' runs on the CPU only: give device='cpu'"):
+        await Engine(quantization="int8", device="cuda").start()
 
 
 async def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

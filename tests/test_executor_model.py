@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from support import Recorder
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from tiny_models import (
+    GROUPED,
+    SHAPE,
+    VOCABULARY,
+    YARN,
+    Driver,
+    Mover,
+    edit_config,
+    greedy_alone,
+    options,
+    random_prompts,
+    remove_tensor,
+    save,
+)
+from transformers import PreTrainedConfig
 
 from cuelight.actors.executor import runner as runner_module
 from cuelight.actors.executor.batch import Batch, Draw
 from cuelight.actors.executor.batch import Sequence as BatchSequence
 from cuelight.actors.executor.model.attention import PagedAttention
-from cuelight.actors.executor.model.loading import CannotLoad, LoadedModel, LoadOptions, load
+from cuelight.actors.executor.model.loading import load
 from cuelight.actors.executor.model.pool import KVPool
+from cuelight.actors.executor.options import CannotLoad
 from cuelight.actors.executor.runner import ModelRunner
-from cuelight.messages.executor import Chunk, ExecuteStep, Extension, Row
-from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId, Sampling
+from cuelight.messages.request import BlockCopies, Copying, HostTier
 
 CPU = torch.device("cpu")
 HEAD_DIM = 8
@@ -123,20 +133,6 @@ def test_paged_attention_is_dense_attention_for_any_batch(seed: int) -> None:
     paged.check([(context, chance.choice([1, 1, chance.randint(1, context)])) for context in contexts])
 
 
-VOCABULARY = 100
-SHAPE: dict[str, object] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 1,
-}
-GROUPED = {**SHAPE, "num_key_value_heads": 2}
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**GROUPED),
     "llama, tied": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
@@ -198,105 +194,6 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
 }
 
 
-def save(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
-    """A model with weights large enough that its output depends on all of its context."""
-    generator = torch.Generator().manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.3, generator=generator)
-    model.save_pretrained(folder)
-    return model
-
-
-def options(folder: Path, **others: object) -> LoadOptions:
-    base = LoadOptions(
-        folder=folder,
-        dtype="float32",
-        device="cpu",
-        block_size=4,
-        block_count=128,
-        kv_cache_bytes=None,
-        eos_token_ids=(1,),
-        now=time.perf_counter,
-    )
-    return replace(base, **others)  # type: ignore[arg-type]
-
-
-class Driver:
-    """Schedules a runner by hand: random chunks of random rows, blocks drawn from a shuffled pool."""
-
-    def __init__(self, runner: ModelRunner, prompts: Sequence[Sequence[int]], seed: int, epoch: int = 0) -> None:
-        self.epoch = epoch
-        self.runner, self.prompts = runner, prompts
-        self.chance = random.Random(seed)
-        self.free = list(range(1, runner.block_count))
-        self.chance.shuffle(self.free)
-        self.computed = dict.fromkeys(range(len(prompts)), 0)
-        self.blocks: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
-        self.entered: set[int] = set()
-        self.outputs: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
-        self.failed: dict[int, str] = {}
-        self._step = 0
-        self._ended: tuple[RequestId, ...] = ()
-
-    def run(self, output_tokens: int) -> None:
-        while unfinished := [i for i in self.outputs if i not in self.failed and len(self.outputs[i]) < output_tokens]:
-            chosen = self.chance.sample(unfinished, self.chance.randint(1, len(unfinished)))
-            self._run([(index, self._count(index)) for index in chosen])
-
-    def _count(self, index: int) -> int:
-        left = len(self.prompts[index]) - self.computed[index]
-        return 1 if left <= 0 else self.chance.randint(1, min(left, 20))
-
-    def _run(self, chunks: list[tuple[int, int]]) -> None:
-        chunks.sort(key=lambda chunk: chunk[1] > 1)
-        rows, extensions = [], []
-        for index, count in chunks:
-            prompt, size = self.prompts[index], self.runner.block_size
-            missing = -(-(self.computed[index] + count) // size) - len(self.blocks[index])
-            blocks = [self.free.pop() for _ in range(missing)]
-            self.blocks[index] += blocks
-            if index not in self.entered:
-                tokens, held = (*prompt, *self.outputs[index]), tuple(self.blocks[index])
-                rows.append(Row(RequestId(index), tokens, len(prompt), self.computed[index], held, Sampling()))
-                self.entered.add(index)
-            elif blocks:
-                extensions.append(Extension(RequestId(index), tuple(blocks)))
-            self.computed[index] += count
-        step = ExecuteStep(
-            epoch=self.epoch,
-            step=self._step,
-            ended=self._ended,
-            rows=tuple(rows),
-            extensions=tuple(extensions),
-            chunks=tuple(Chunk(RequestId(index), count) for index, count in chunks),
-            reply_to=Recorder(),
-        )
-        self._step += 1
-        done = self.runner.run(self.runner.prepare(step))
-        self._ended = tuple(request_id for request_id, _ in done.failed)
-        self.failed.update(done.failed)
-        for request_id, token_id in zip(done.request_ids, done.token_ids, strict=True):
-            self.outputs[request_id].append(token_id)
-
-
-def greedy_alone(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    """Token by token, all of the context each time."""
-    tokens = list(prompt)
-    with torch.inference_mode():
-        for _ in range(count):
-            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits
-            tokens.append(int(logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
-def random_prompts(seed: int) -> list[list[int]]:
-    chance = random.Random(seed)
-    return [[chance.randrange(2, VOCABULARY) for _ in range(length)] for length in (1, 3, 4, 17, 40, 71)]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunks_and_batches_give_what_transformers_gives_alone(family: str, tmp_path: Path) -> None:
     model = save(FAMILIES[family](), tmp_path)
@@ -322,19 +219,6 @@ def test_what_would_be_computed_wrongly_is_refused(family: str, tmp_path: Path) 
     save(make(), tmp_path)
     with pytest.raises(CannotLoad, match=why):
         load(options(tmp_path))
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def remove_tensor(folder: Path, name: str) -> None:
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / "model.safetensors")
-    del tensors[name]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -436,65 +320,17 @@ def test_without_host_memory_nothing_is_measured(tmp_path: Path) -> None:
         runner.copy(BlockCopies(Copying.SAVE, (1,), (0,)))
 
 
-class Mover(Driver):
-    """After each step some rows leave the pool for host memory until they run again, or move within the pool.
-
-    They come back in other blocks; what they leave behind in the pool is spoilt.
-    """
-
-    def __init__(self, loaded: LoadedModel, prompts: Sequence[Sequence[int]], seed: int) -> None:
-        super().__init__(ModelRunner(loaded), prompts, seed)
-        self.loaded = loaded
-        self.moves = dict.fromkeys(Copying, 0)
-        self.slots = list(range(self.runner.host.block_count))
-        self.away: dict[int, list[int]] = {}
-
-    def _run(self, chunks: list[tuple[int, int]]) -> None:
-        for index, _ in chunks:
-            if index in self.away:
-                self._load(index)
-        super()._run(chunks)
-        here = [index for index, blocks in self.blocks.items() if blocks]
-        for index in self.chance.sample(here, len(here) // 2):
-            self._fork(index) if self.chance.random() < 0.4 else self._save(index)
-
-    def _save(self, index: int) -> None:
-        self.chance.shuffle(self.slots)
-        self.away[index] = [self.slots.pop() for _ in self.blocks[index]]
-        self._copy(Copying.SAVE, self.blocks[index], self.away[index])
-        self._leave(index)
-
-    def _load(self, index: int) -> None:
-        slots = self.away.pop(index)
-        self.blocks[index] = [self.free.pop() for _ in slots]
-        self._copy(Copying.LOAD, slots, self.blocks[index])
-        self.slots += slots
-
-    def _fork(self, index: int) -> None:
-        copies = [self.free.pop() for _ in self.blocks[index]]
-        self._copy(Copying.FORK, self.blocks[index], copies)
-        self._leave(index)
-        self.blocks[index] = copies
-
-    def _copy(self, copying: Copying, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self.runner.copy(BlockCopies(copying, tuple(sources), tuple(targets)))
-        self.moves[copying] += 1
-
-    def _leave(self, index: int) -> None:
-        for tensor in (*self.loaded.pool.keys, *self.loaded.pool.values):
-            tensor[self.blocks[index]] = 1000.0
-        self.free = self.blocks[index] + self.free
-        self.blocks[index] = []
-        if index in self.entered:
-            self.entered.remove(index)
-            self._ended += (RequestId(index),)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_are_moved_and_forked_go_on_as_if_nothing_had_been(seed: int, tmp_path: Path) -> None:
     model = save(FAMILIES["llama"](), tmp_path)
     prompts = random_prompts(3)
-    mover = Mover(load(options(tmp_path, host_block_count=64)), prompts, seed)
+    loaded = load(options(tmp_path, host_block_count=64))
+
+    def spoil(blocks: list[int]) -> None:
+        for tensor in (*loaded.pool.keys, *loaded.pool.values):
+            tensor[blocks] = 1000.0
+
+    mover = Mover(ModelRunner(loaded), prompts, seed, spoil)
     mover.run(output_tokens=10)
     assert min(mover.moves.values()) > 5
     for index, prompt in enumerate(prompts):

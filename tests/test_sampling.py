@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuelight.actors.executor.batch import Draw
-from cuelight.actors.executor.model.sampling import sample, uniform
+from cuelight.actors.executor.chance import uniform
+from cuelight.actors.executor.model.sampling import sample
 from cuelight.messages.request import RequestId, Sampling
 
 VOCABULARY = 50

@@ -7,7 +7,7 @@ from typing import assert_never
 import torch
 
 from cuelight.actors.executor.batch import Batch, Rows
-from cuelight.actors.executor.model.attention import PagedAttention, attending
+from cuelight.actors.executor.model.attention import attending
 from cuelight.actors.executor.model.loading import LoadedModel
 from cuelight.actors.executor.model.sampling import sample
 from cuelight.messages.executor import ExecuteStep
@@ -88,8 +88,7 @@ class ModelRunner:
         if batch.fed:
             token_ids[batch.fed] = self._last_tokens[batch.fed_slots]
         keep = torch.tensor([draw.index for draw in batch.draws], dtype=torch.int64, device=loaded.device)
-        attention = PagedAttention(loaded.pool, batch, loaded.query_groups, loaded.dtype, loaded.device)
-        with attending(attention):
+        with attending(loaded.attention(batch)):
             positions = torch.from_numpy(batch.positions).to(loaded.device)
             logits = loaded.forward(token_ids[None], positions[None], keep)
         return logits if batch.draws else None

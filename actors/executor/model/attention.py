@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -146,11 +147,20 @@ def _alike(sequences: list[Sequence], block_size: int) -> Iterator[list[Sequence
         yield group
 
 
-_step: ContextVar[PagedAttention] = ContextVar("cuelight_step")
+class Attention(Protocol):
+    """One step's attention, whoever computes it."""
+
+    layers_attended: int
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        """As `PagedAttention.attend`."""
+
+
+_step: ContextVar[Attention] = ContextVar("cuelight_step")
 
 
 @contextmanager
-def attending(attention: PagedAttention) -> Iterator[None]:
+def attending(attention: Attention) -> Iterator[None]:
     """Within, the registered attention function uses this step's layout."""
     token = _step.set(attention)
     try:

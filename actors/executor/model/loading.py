@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,39 +14,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging as hf_logging
 
 from cuelight.actors.executor.batch import Batch, Ints, Sequence
-from cuelight.actors.executor.model.attention import ATTENTION_NAME, PagedAttention, attending, register
+from cuelight.actors.executor.model.attention import ATTENTION_NAME, Attention, PagedAttention, attending, register
+from cuelight.actors.executor.model.attention_cpu import CpuAttention
 from cuelight.actors.executor.model.costs import TOKENS_MAX, measure
 from cuelight.actors.executor.model.host import HostPool
 from cuelight.actors.executor.model.linear import pack
 from cuelight.actors.executor.model.pool import KVPool
+from cuelight.actors.executor.native.attention import AttentionKernels
+from cuelight.actors.executor.native.build import NoNativeCode, library
+from cuelight.actors.executor.options import CannotLoad, LoadOptions, cpu_budget
+from cuelight.kernel import get_logger
 from cuelight.messages.request import HostTier
 
-KV_BYTES_MAX_DEFAULT = 2 << 30
-MEMORY_SHARE_DEFAULT = 0.25
-
-
-class CannotLoad(Exception):
-    """The model cannot be served as asked; the message says why."""
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """Which model, in which precision, with how large a pool.
-
-    `block_count` wins over `kv_cache_bytes`; with neither, the pool takes a quarter of the free memory, at most 2 GiB.
-    `host_kv_cache_bytes` wins over `host_block_count`. What the host's memory costs is measured by `now`, in seconds.
-    """
-
-    folder: Path
-    dtype: str
-    device: str
-    block_size: int
-    block_count: int | None
-    kv_cache_bytes: int | None
-    eos_token_ids: tuple[int, ...]
-    now: Callable[[], float]
-    host_block_count: int = 0
-    host_kv_cache_bytes: int | None = None
+log = get_logger("cuelight.executor")
 
 
 @dataclass(frozen=True)
@@ -62,12 +41,19 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     eos_token_ids: tuple[int, ...]
+    cpu_kernels: AttentionKernels | None = None
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """Logits [len(keep), vocabulary] after the flat tokens `keep`; `token_ids` and `positions` are [1, T]."""
         output = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=keep)
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def attention(self, batch: Batch) -> Attention:
+        """One step's attention, by the backend that was chosen."""
+        if self.cpu_kernels is not None:
+            return CpuAttention(self.cpu_kernels, self.pool, batch)
+        return PagedAttention(self.pool, batch, self.query_groups, self.dtype, self.device)
 
 
 def load(options: LoadOptions) -> LoadedModel:
@@ -86,7 +72,8 @@ def load(options: LoadOptions) -> LoadedModel:
         pack(model)
     pool, query_groups = _pool(options, config, dtype, device)
     host = _host(options, pool)
-    loaded = LoadedModel(model, pool, host, HostTier(), query_groups, dtype, device, options.eos_token_ids)
+    kernels = _cpu_kernels(options, device)
+    loaded = LoadedModel(model, pool, host, HostTier(), query_groups, dtype, device, options.eos_token_ids, kernels)
     _try(loaded)
     return loaded if host is None else replace(loaded, host_tier=_measured(loaded, host, config, options.now))
 
@@ -175,12 +162,7 @@ def _pool(
     block_bytes = KVPool.block_bytes(
         layers=layers, block_size=options.block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
     )
-    block_count = options.block_count
-    if block_count is None:
-        budget = options.kv_cache_bytes or _budget(device)
-        block_count = budget // block_bytes
-        if block_count < 2:
-            raise CannotLoad(f"a KV cache of {budget} bytes holds no block: one takes {block_bytes} bytes")
+    block_count = options.blocks(block_bytes, _budget(device))
     try:
         pool = KVPool(
             layers=layers,
@@ -199,14 +181,7 @@ def _pool(
 def _host(options: LoadOptions, pool: KVPool) -> HostPool | None:
     tensors = (*pool.keys, *pool.values)
     block_bytes = sum(tensor[0].nbytes for tensor in tensors)
-    block_count = options.host_block_count
-    if options.host_kv_cache_bytes is not None:
-        block_count = options.host_kv_cache_bytes // block_bytes
-        if block_count == 0:
-            raise CannotLoad(
-                f"{options.host_kv_cache_bytes} bytes of host memory hold no block: one takes {block_bytes} bytes"
-            )
-    if block_count == 0:
+    if (block_count := options.host_blocks(block_bytes)) == 0:
         return None
     try:
         return HostPool(pool, block_count)
@@ -219,8 +194,7 @@ def _budget(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * 0.8)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(free * MEMORY_SHARE_DEFAULT), KV_BYTES_MAX_DEFAULT)
+    return cpu_budget()
 
 
 def _try(loaded: LoadedModel) -> None:
@@ -244,13 +218,32 @@ def _measured(loaded: LoadedModel, host: HostPool, config: PreTrainedConfig, now
         return measure(pool, host, context_length, prefill, now)
 
 
-def _compute(loaded: LoadedModel, token_count: int, block_ids: Ints) -> PagedAttention:
+def _cpu_kernels(options: LoadOptions, device: torch.device) -> AttentionKernels | None:
+    """The native kernels, if attention is to be theirs; the choice is in the log."""
+    if options.attention == "cpu" and device.type != "cpu":
+        raise CannotLoad(f"attention 'cpu' runs on the CPU, not on {device}")
+    kernels, reason = None, ""
+    if options.attention != "reference" and device.type == "cpu":
+        try:
+            kernels = AttentionKernels(library(options.code_folder))
+        except NoNativeCode as error:
+            reason = str(error)
+            if options.attention == "cpu":
+                raise CannotLoad(f"attention 'cpu' is not available: {reason}") from error
+    if reason:
+        log.warning("attention_backend", attention="reference", reason=reason)
+    else:
+        log.info("attention_backend", attention="reference" if kernels is None else "cpu")
+    return kernels
+
+
+def _compute(loaded: LoadedModel, token_count: int, block_ids: Ints) -> Attention:
     """One row of so many tokens, from nothing to the logits of its last."""
     positions, size = np.arange(token_count), loaded.pool.block_size
     row = Sequence(0, token_count, token_count, block_ids)
     blocks, offsets = block_ids[positions // size], positions % size
     batch = Batch(0, 0, np.zeros(token_count, np.int64), positions, blocks, offsets, sequences=[row])
-    attention = PagedAttention(loaded.pool, batch, loaded.query_groups, loaded.dtype, loaded.device)
+    attention = loaded.attention(batch)
     token_ids, where = (torch.from_numpy(array).to(loaded.device) for array in (batch.token_ids, positions))
     try:
         with torch.inference_mode(), attending(attention):

@@ -1,0 +1,51 @@
+"""Chooses who decodes: the native decoder where it can, else the model as transformers defines it.
+
+Imports torch only where it cannot do without.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from cuelight.actors.executor.batch import Batch
+from cuelight.actors.executor.device import Device
+from cuelight.actors.executor.native import loading as native
+from cuelight.actors.executor.options import CannotLoad, LoadOptions
+from cuelight.kernel import get_logger
+
+log = get_logger("cuelight.executor")
+
+GPU_FILES = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")))
+"""A Linux machine with a GPU that torch calls CUDA has one of these; to ask torch takes seconds."""
+
+
+def load_device(options: LoadOptions) -> Device[Batch]:
+    """The model on its device, with the fastest decoder that serves it there. Blocks. Raises CannotLoad."""
+    is_forced = options.decoder == "native" or options.quantization is not None
+    if is_forced and options.decoder == "transformers":
+        raise CannotLoad(f"quantization {options.quantization!r} needs the native decoder, not decoder 'transformers'")
+    if options.decoder != "transformers" and _is_cpu(options.device):
+        try:
+            return native.load(options)
+        except native.Unsuitable as reason:
+            if is_forced:
+                raise CannotLoad(f"the native decoder cannot serve this model: {reason}") from reason
+            log.warning("native_decoder_unsuitable", reason=str(reason))
+    elif is_forced:
+        wanted = "decoder 'native'" if options.quantization is None else f"quantization {options.quantization!r}"
+        raise CannotLoad(f"{wanted} runs on the CPU only: give device='cpu', not {options.device!r}")
+    from cuelight.actors.executor.model.loading import load
+    from cuelight.actors.executor.runner import ModelRunner
+
+    return ModelRunner(load(options))
+
+
+def _is_cpu(device: str) -> bool:
+    if device != "auto":
+        return device == "cpu"
+    if sys.platform != "win32" and not any(file.exists() for file in GPU_FILES):
+        return True
+    import torch
+
+    return not torch.cuda.is_available()

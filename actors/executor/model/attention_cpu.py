@@ -1,0 +1,46 @@
+"""Attention over the paged pool through the native kernels: for any transformers model on the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from cuelight.actors.executor.batch import Batch
+from cuelight.actors.executor.model.pool import KVPool
+from cuelight.actors.executor.native.attention import BF16, FLOAT32, AttentionKernels, Pool, layout
+
+TYPES = {torch.float32: FLOAT32, torch.bfloat16: BF16}
+
+
+class CpuAttention:
+    """One step's attention, as `PagedAttention`: laid out once, then used by every layer."""
+
+    def __init__(self, kernels: AttentionKernels, pool: KVPool, batch: Batch) -> None:
+        self._kernels = kernels
+        self._pool = pool
+        self._layout = layout(
+            batch.positions,
+            batch.blocks,
+            batch.offsets,
+            [(each.start, each.stop, each.context_length) for each in batch.sequences],
+            [each.block_ids for each in batch.sequences],
+        )
+        self.layers_attended = 0
+        """Layers that came by so far."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Store this layer's K/V, then attend. Shapes as `PagedAttention.attend`'s; sums are in float32."""
+        self.layers_attended += 1
+        pool = _pool(self._pool, layer)
+        keys, values, queries = (each.float().contiguous() for each in (k, v, q))
+        self._kernels.write(pool, self._layout, keys.numpy(), values.numpy())
+        tokens, heads, head_dim = q.shape
+        out = torch.empty(tokens, heads * head_dim)
+        flat = queries.view(tokens, -1).numpy()
+        self._kernels.attend(pool, self._layout, flat, out.numpy(), heads, scaling)
+        return out.view(tokens, heads, head_dim).to(q.dtype)
+
+
+def _pool(pool: KVPool, layer: int) -> Pool:
+    keys, values = pool.keys[layer], pool.values[layer]
+    blocks, kv_heads, block_size, head_dim = keys.shape
+    return Pool(keys.data_ptr(), values.data_ptr(), TYPES[keys.dtype], blocks, kv_heads, block_size, head_dim)

@@ -1,0 +1,188 @@
+"""The native kernels of attention: the paged pool, what fills it, and what attends to it.
+
+Arrays are numpy's or anything with an address; whoever makes a view keeps the memory alive and unmoved. Every call
+runs on the library's threads and lets go of the GIL. Knows nothing of models or requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+FLOAT32, BF16, INT8 = 0, 1, 2
+"""How keys and values are stored."""
+
+
+class CueKv(ctypes.Structure):
+    """One layer's pool, as `kv.h` has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
+        ("blocks", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("type", "kv_heads", "block_size", "head_dim")),
+    )
+
+
+class CueSlots(ctypes.Structure):
+    """Where a step's tokens stand, as `kv.h` has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("positions", "blocks", "offsets")),
+        ("count", ctypes.c_int32),
+    )
+
+
+class CueSequences(ctypes.Structure):
+    """A step's sequences, as `attention.h` has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("starts", "stops", "context_lengths", "table_offsets", "blocks")),
+        ("block_entries", ctypes.c_int64),
+        ("count", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Addresses of one layer's keys and values, [blocks, kv_heads, block_size, head_dim] of `type`.
+
+    For `INT8` the scales are float32 [blocks, kv_heads, block_size].
+    """
+
+    keys: int
+    values: int
+    type: int
+    blocks: int
+    kv_heads: int
+    block_size: int
+    head_dim: int
+    key_scales: int = 0
+    value_scales: int = 0
+
+    def structure(self) -> CueKv:
+        """For the library."""
+        return CueKv(
+            self.keys,
+            self.values,
+            self.key_scales,
+            self.value_scales,
+            self.blocks,
+            self.type,
+            self.kv_heads,
+            self.block_size,
+            self.head_dim,
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One step's tokens and sequences as the library reads them; keeps its arrays."""
+
+    token_count: int
+    slots: CueSlots
+    sequences: CueSequences
+    arrays: tuple[Ints, ...]
+
+
+def layout(
+    positions: Ints, blocks: Ints, offsets: Ints, sequences: Sequence[tuple[int, int, int]], tables: Sequence[Ints]
+) -> Layout:
+    """Lay a step out: per token a position, block and offset; per sequence (start, stop, context length), a table."""
+    token_count = len(positions)
+    if not token_count == len(blocks) == len(offsets) or len(sequences) != len(tables):
+        raise ValueError("per token one position, block and offset; per sequence one table")
+    if any(not 0 <= start < stop <= token_count for start, stop, _ in sequences):
+        raise ValueError(f"a sequence is a part of the {token_count} tokens")
+    bounds = np.array(sequences, np.int64).reshape(-1, 3)
+    starts, stops, lengths = (np.ascontiguousarray(column) for column in bounds.T)
+    entries = np.concatenate([np.zeros(0, np.int64), *tables]).astype(np.int64)
+    ends = np.cumsum([0, *map(len, tables)], dtype=np.int64)
+    slots = [np.ascontiguousarray(array, np.int64) for array in (positions, blocks, offsets)]
+    arrays = (*slots, starts, stops, lengths, ends, entries)
+    return Layout(
+        token_count,
+        CueSlots(*(array.ctypes.data for array in slots), token_count),
+        CueSequences(*(a.ctypes.data for a in (starts, stops, lengths, ends, entries)), len(entries), len(sequences)),
+        arrays,
+    )
+
+
+class AttentionKernels:
+    """The library's functions on numpy arrays; C-contiguous float32 throughout. Raise `ValueError` on bad slots."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        p, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+        self._write, self._rope, self._attend = library.cue_write_kv, library.cue_rope_write, library.cue_attend
+        self._write.argtypes = (p, p, p, p, i64)
+        self._rope.argtypes = (p, p, p, i32, p, p, i64, i32)
+        self._attend.argtypes = (p, p, p, i64, p, i64, i32, ctypes.c_float)
+
+    def write(self, pool: Pool, step: Layout, keys: Floats, values: Floats) -> None:
+        """Store keys and values, [tokens, kv_heads, head_dim] each."""
+        shape = (step.token_count, pool.kv_heads, pool.head_dim)
+        stride = pool.kv_heads * pool.head_dim
+        kv = pool.structure()
+        _check(
+            self._write(
+                ctypes.byref(kv), ctypes.byref(step.slots), _address(keys, shape), _address(values, shape), stride
+            )
+        )
+
+    def rope_write(self, pool: Pool, step: Layout, qkv: Floats, heads: int, cosines: Floats, sines: Floats) -> None:
+        """Turn queries (in place) and keys, then store keys and values.
+
+        `qkv` is [tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys, values. Tables are [positions, rotary / 2].
+        """
+        shape = (step.token_count, (heads + 2 * pool.kv_heads) * pool.head_dim)
+        rows, half = cosines.shape
+        kv = pool.structure()
+        _check(
+            self._rope(
+                ctypes.byref(kv),
+                ctypes.byref(step.slots),
+                _address(qkv, shape),
+                heads,
+                _address(cosines, (rows, half)),
+                _address(sines, (rows, half)),
+                rows,
+                2 * half,
+            )
+        )
+
+    def attend(self, pool: Pool, step: Layout, q: Floats, out: Floats, heads: int, scale: float) -> None:
+        """Attend with the first heads * head_dim numbers of each row of `q` into those of `out`."""
+        size = heads * pool.head_dim
+        if q.shape[1] < size or out.shape[1] < size:
+            raise ValueError(f"rows of q and out hold {size} numbers at least")
+        kv = pool.structure()
+        _check(
+            self._attend(
+                ctypes.byref(kv),
+                ctypes.byref(step.sequences),
+                _address(q, (step.token_count, q.shape[1])),
+                q.shape[1],
+                _address(out, (step.token_count, out.shape[1])),
+                out.shape[1],
+                heads,
+                scale,
+            )
+        )
+
+
+def _address(array: Floats, shape: tuple[int, ...]) -> int:
+    if array.dtype != np.float32 or not array.flags.c_contiguous or array.shape != shape:
+        raise ValueError(f"needed contiguous float32 {shape}, not {array.dtype} {array.shape}")
+    return array.ctypes.data
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        raise ValueError("a block, slot, position or table entry that does not exist")

@@ -1,0 +1,135 @@
+"""The native kernels as one shared library, compiled on first use and kept in a folder.
+
+Owns the compiler's command line and the library's name. Knows nothing of what the kernels compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).parent
+
+FLAGS = ("-O3", "-fno-math-errno", "-std=c++17", "-fPIC", "-pthread")
+"""No -march: each kernel has forms for several instruction sets and chooses at run time."""
+
+COMPILERS = ("c++", "g++", "clang++")
+
+ERROR_LINES = 12
+"""So much of what a failing compiler says is passed on."""
+
+COMPILE_SECONDS_MAX = 300.0
+
+
+class NoNativeCode(Exception):
+    """The native kernels cannot be had here; the text says why in a sentence."""
+
+
+_lock = threading.Lock()
+_loaded: ctypes.CDLL | None = None
+
+
+def library(folder: Path | None = None) -> ctypes.CDLL:
+    """The kernels, compiled into `folder` unless they are there already; the first call decides for the process.
+
+    Without a folder, or where it cannot be written, they are compiled for this process alone. Takes seconds when it
+    compiles. Raises `NoNativeCode`.
+    """
+    global _loaded  # noqa: PLW0603 - one library per process: it owns the process's threads
+    with _lock:
+        if _loaded is None:
+            _loaded = _library(folder)
+        return _loaded
+
+
+def _library(folder: Path | None) -> ctypes.CDLL:
+    compiler = find_compiler()
+    name = library_name(compiler)
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / name).exists():
+                with tempfile.TemporaryDirectory(prefix=f"{name}.", suffix=".partial", dir=folder) as scratch:
+                    # The name comes into being complete, whoever else is compiling it at the same time.
+                    compile_into(Path(scratch), compiler).replace(folder / name)
+            return _load(folder / name)
+    try:
+        with tempfile.TemporaryDirectory(prefix="cuelight-") as scratch:
+            return _load(compile_into(Path(scratch), compiler))
+    except OSError as error:
+        raise NoNativeCode(f"the native kernels found no place: {error}") from error
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """As `ctypes.CDLL`, but a library that is no library counts as damaged: it is removed and not used."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def find_compiler() -> list[str]:
+    """The compiler's command: `$CXX`, else the first that is installed of `COMPILERS`. Raises `NoNativeCode`."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    candidates = [asked] if asked else [[name] for name in COMPILERS]
+    for command in candidates:
+        if path := shutil.which(command[0]):
+            return [path, *command[1:]]
+    names = ", ".join(command[0] for command in candidates)
+    raise NoNativeCode(f"no C++ compiler: looked for {names}")
+
+
+def library_name(compiler: list[str]) -> str:
+    """Another name for other sources, flags, machine or compiler, so that a library is never out of date."""
+    digest = hashlib.sha256()
+    for part in (_run([*compiler, "--version"]), " ".join([*compiler[1:], *FLAGS]), platform.machine()):
+        digest.update(f"{part}\0".encode())
+    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        digest.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
+    return f"native-{digest.hexdigest()[:24]}.so"
+
+
+def compile_into(scratch: Path, compiler: list[str]) -> Path:
+    """Compile every source, several at once, and link them; the library lies in `scratch`. Raises `NoNativeCode`."""
+
+    def one(source: Path) -> str:
+        target = str(scratch / f"{source.stem}.o")
+        _run([*compiler, *FLAGS, "-c", str(source), "-o", target])
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        objects = list(workers.map(one, sorted(SOURCES.glob("*.cpp"))))
+    linked = scratch / "native.so"
+    _run([*compiler, "-shared", "-pthread", *objects, "-o", str(linked)])
+    return linked
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=COMPILE_SECONDS_MAX,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoNativeCode(f"the compiler {command[0]} does not run: {error}") from error
+    if done.returncode != 0:
+        last = "\n".join(done.stdout.strip().splitlines()[-ERROR_LINES:])
+        raise NoNativeCode(f"{command[0]} failed with status {done.returncode}:\n{last}")
+    return done.stdout

@@ -1,0 +1,46 @@
+// Compiles CUE_KERNEL once for each instruction set, as cue::plain, cue::avx2 and cue::avx512. A source file defines
+// CUE_KERNEL as the name of a header written with the types of simd_*.h, includes this once, and then picks one of the
+// forms with CUE_FORMS. The headers have no include guards of their own: they are text for here alone.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "isa.h"
+#include "kv.h"
+
+// One entry of each form, to be indexed by `isa()`.
+#if CUE_X86
+#define CUE_FORMS(name) {plain::name, avx2::name, avx512::name}
+#else
+#define CUE_FORMS(name) {plain::name, plain::name, plain::name}
+#endif
+
+namespace cue {
+namespace {
+
+namespace plain {
+#include "simd_plain.h"
+#include "simd_common.h"
+#include CUE_KERNEL
+}  // namespace plain
+
+#if CUE_X86
+CUE_TARGET_AVX2
+namespace avx2 {
+#include "simd_avx2.h"
+#include "simd_common.h"
+#include CUE_KERNEL
+}  // namespace avx2
+CUE_TARGET_END
+
+CUE_TARGET_AVX512
+namespace avx512 {
+#include "simd_avx512.h"
+#include "simd_common.h"
+#include CUE_KERNEL
+}  // namespace avx512
+CUE_TARGET_END
+#endif
+
+}  // namespace
+}  // namespace cue

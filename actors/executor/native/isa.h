@@ -1,0 +1,43 @@
+// Which instruction set the kernels use. Each kernel has a form for every one of them; the choice is made at run time.
+#pragma once
+
+#if defined(__x86_64__)
+#define CUE_X86 1
+#include <immintrin.h>
+#else
+#define CUE_X86 0
+#endif
+
+// Code between CUE_TARGET_… and CUE_TARGET_END may use those instructions; `isa()` says whether it may be called.
+#define CUE_STRING(text) #text
+#define CUE_PRAGMA(text) _Pragma(CUE_STRING(text))
+#if defined(__clang__)
+#define CUE_TARGET(list) CUE_PRAGMA(clang attribute push(__attribute__((target(list))), apply_to = function))
+#define CUE_TARGET_END CUE_PRAGMA(clang attribute pop)
+#else
+#define CUE_TARGET(list) CUE_PRAGMA(GCC push_options) CUE_PRAGMA(GCC target(list))
+#define CUE_TARGET_END CUE_PRAGMA(GCC pop_options)
+#endif
+#define CUE_TARGET_AVX2 CUE_TARGET("avx2,fma,f16c")
+#define CUE_TARGET_AVX512 CUE_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
+
+// A function compiled by itself, where inlining it everywhere would cost seconds of compile time and gain nothing.
+#define CUE_APART __attribute__((noinline))
+
+namespace cue {
+
+enum Isa { kPlain = 0, kAvx2 = 1, kAvx512 = 2 };
+constexpr int kIsaCount = 3;
+
+// The form to use now. kAvx512 means F, BW, DQ, VL and VNNI together.
+Isa isa();
+// Whether AVX512-BF16 may be used too: never while another form is forced.
+bool has_bf16();
+
+}  // namespace cue
+
+extern "C" {
+// Use this form from now on, or the best one this machine has if it lacks it; any negative number: the best.
+// Returns the form in use.
+int cue_force_isa(int isa);
+}

@@ -1,0 +1,64 @@
+#include <algorithm>
+
+#include "kv.h"
+
+#define CUE_KERNEL "kv_kernel.h"
+#include "each_isa.h"
+#include "threads.h"
+
+namespace cue {
+namespace {
+
+// Handing tokens to another thread takes about as long as so many of them.
+constexpr int kTokensPerTask = 8;
+
+decltype(&plain::write_token) const write_forms[] = CUE_FORMS(write_token);
+decltype(&plain::turn) const turn_forms[] = CUE_FORMS(turn);
+
+bool exist(const CueKv& kv, const CueSlots& slots) {
+    if (!usable(kv)) return false;
+    for (int t = 0; t < slots.count; ++t) {
+        if (slots.blocks[t] < 0 || slots.blocks[t] >= kv.blocks) return false;
+        if (slots.offsets[t] < 0 || slots.offsets[t] >= kv.block_size) return false;
+    }
+    return true;
+}
+
+template <class Body>
+void for_each_token(int count, Body&& body) {
+    parallel((count + kTokensPerTask - 1) / kTokensPerTask, [&](int task) {
+        const int end = std::min(count, (task + 1) * kTokensPerTask);
+        for (int t = task * kTokensPerTask; t < end; ++t) body(t);
+    });
+}
+
+}  // namespace
+}  // namespace cue
+
+extern "C" int cue_write_kv(const CueKv* kv, const CueSlots* slots, const float* keys, const float* values,
+                            int64_t stride) {
+    if (!cue::exist(*kv, *slots)) return -1;
+    const auto write = cue::write_forms[cue::isa()];
+    cue::for_each_token(slots->count, [&](int t) {
+        write(*kv, slots->blocks[t], slots->offsets[t], keys + t * stride, values + t * stride);
+    });
+    return 0;
+}
+
+extern "C" int cue_rope_write(const CueKv* kv, const CueSlots* slots, float* qkv, int32_t heads, const float* cosines,
+                              const float* sines, int64_t table_rows, int32_t rotary) {
+    if (!cue::exist(*kv, *slots) || rotary < 0 || rotary > kv->head_dim || rotary % 2 != 0) return -1;
+    for (int t = 0; t < slots->count; ++t)
+        if (slots->positions[t] < 0 || slots->positions[t] >= table_rows) return -1;
+    const auto write = cue::write_forms[cue::isa()];
+    const auto turn = cue::turn_forms[cue::isa()];
+    const int half = rotary / 2;
+    const int64_t q_size = int64_t{heads} * kv->head_dim, k_size = int64_t{kv->kv_heads} * kv->head_dim;
+    cue::for_each_token(slots->count, [&](int t) {
+        float* row = qkv + t * (q_size + 2 * k_size);
+        const int64_t at = slots->positions[t] * half;
+        turn(row, heads + kv->kv_heads, kv->head_dim, half, cosines + at, sines + at);
+        write(*kv, slots->blocks[t], slots->offsets[t], row + q_size, row + q_size + k_size);
+    });
+    return 0;
+}

@@ -1,0 +1,199 @@
+// float32 and bfloat16 weights times float32 rows, summed in float32.
+#include "panels.h"
+
+#include <cstring>
+
+namespace cue {
+namespace {
+
+// bfloat16 is the upper half of a float32. A pair holds outputs i (low half) and i + 16 (high half).
+inline float from_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+template <Kind kKind>
+constexpr int kUnitBytes = kKind == kF32 ? kPanel * 4 : kPanel * 2;
+
+template <Kind kKind>
+void widen(const uint8_t* weights, float* wide) {
+    if (kKind == kF32) {
+        std::memcpy(wide, weights, kUnitBytes<kF32>);
+        return;
+    }
+    uint32_t pairs[kPanel / 2];
+    std::memcpy(pairs, weights, sizeof pairs);
+    for (int i = 0; i < kPanel / 2; ++i) {
+        wide[i] = from_bits(pairs[i] << 16);
+        wide[i + kPanel / 2] = from_bits(pairs[i] & 0xffff0000u);
+    }
+}
+
+template <int R, Kind kKind>
+void plain(const Tile& tile, const uint8_t* weights) {
+    float sums[R][kPanel] = {};
+    const uint8_t* x = tile.x;
+    for (int64_t unit = 0; unit < tile.units; ++unit, x += tile.step, weights += kUnitBytes<kKind>) {
+        float wide[kPanel], values[R];
+        widen<kKind>(weights, wide);
+        std::memcpy(values, x, sizeof values);
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < kPanel; ++c) sums[r][c] += wide[c] * values[r];
+    }
+    for (int r = 0; r < R; ++r) std::memcpy(tile.y + r * tile.y_stride, sums[r], sizeof sums[r]);
+}
+
+template <Kind kKind>
+constexpr Kernel kPlainKernels[] = {nullptr, plain<1, kKind>, plain<2, kKind>};
+
+#if CUE_X86
+
+CUE_TARGET_AVX2
+
+template <Kind kKind>
+inline __m256 load8(const uint8_t* weights, int part) {
+    if (kKind == kF32) return _mm256_loadu_ps(reinterpret_cast<const float*>(weights) + 8 * part);
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights) + (part & 1));
+    if (part < 2) return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
+template <int R, Kind kKind>
+inline void add_unit_avx2(const uint8_t* x, const uint8_t* weights, __m256 (&sums)[R][4]) {
+    __m256 values[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) values[r] = _mm256_broadcast_ss(reinterpret_cast<const float*>(x) + r);
+#pragma GCC unroll 4
+    for (int p = 0; p < 4; ++p) {
+        const __m256 w = load8<kKind>(weights, p);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) sums[r][p] = _mm256_fmadd_ps(w, values[r], sums[r][p]);
+    }
+}
+
+// 3 rows x 4 registers of sums, one of weights, one of x: 14 of 16.
+template <int R, Kind kKind>
+void avx2(const Tile& tile, const uint8_t* weights) {
+    constexpr int kParts = 4;
+    constexpr int kChains = R == 1 ? 2 : 1;
+    __m256 sums[kChains][R][kParts];
+    for (int u = 0; u < kChains; ++u)
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int p = 0; p < kParts; ++p) sums[u][r][p] = _mm256_setzero_ps();
+    const uint8_t* x = tile.x;
+    const int64_t even = tile.units - tile.units % kChains;
+    for (int64_t unit = 0; unit < even; unit += kChains)
+        for (int u = 0; u < kChains; ++u, x += tile.step, weights += kUnitBytes<kKind>)
+            add_unit_avx2<R, kKind>(x, weights, sums[u]);
+    if (even < tile.units) add_unit_avx2<R, kKind>(x, weights, sums[0]);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int p = 0; p < kParts; ++p) {
+            for (int u = 1; u < kChains; ++u) sums[0][r][p] = _mm256_add_ps(sums[0][r][p], sums[u][r][p]);
+            _mm256_storeu_ps(tile.y + r * tile.y_stride + 8 * p, sums[0][r][p]);
+        }
+}
+
+template <Kind kKind>
+constexpr Kernel kAvx2Kernels[] = {nullptr, avx2<1, kKind>, avx2<2, kKind>, avx2<3, kKind>};
+
+CUE_TARGET_END
+
+CUE_TARGET_AVX512
+
+// Into the second-level cache: the first has no room for it.
+inline void prefetch(const uint8_t* at) {
+    _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(at) + 64, _MM_HINT_T1);
+}
+
+template <Kind kKind>
+inline void load32(const uint8_t* weights, __m512& w0, __m512& w1) {
+    if (kKind == kF32) {
+        w0 = _mm512_loadu_ps(weights);
+        w1 = _mm512_loadu_ps(weights + 64);
+        return;
+    }
+    const __m512i pairs = _mm512_loadu_si512(weights);
+    w0 = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    w1 = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
+// One unit of x: R values, each times 32 weights.
+template <int R, Kind kKind>
+inline void add_unit_avx512(const uint8_t* x, const uint8_t* weights, __m512 (&sums)[R][2]) {
+    __m512 w0, w1;
+    load32<kKind>(weights, w0, w1);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+        const __m512 value = _mm512_set1_ps(reinterpret_cast<const float*>(x)[r]);
+        sums[r][0] = _mm512_fmadd_ps(w0, value, sums[r][0]);
+        sums[r][1] = _mm512_fmadd_ps(w1, value, sums[r][1]);
+    }
+}
+
+// An FMA takes 4 cycles: with few rows several units are summed apart, to have 8 sums under way.
+template <int R, Kind kKind>
+void avx512(const Tile& tile, const uint8_t* weights) {
+    constexpr int kChains = R == 1 ? 4 : R <= 3 ? 2 : 1;
+    __m512 sums[kChains][R][2];
+#pragma GCC unroll 4
+    for (int u = 0; u < kChains; ++u)
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) sums[u][r][0] = sums[u][r][1] = _mm512_setzero_ps();
+    const uint8_t* x = tile.x;
+    const uint8_t* ahead = tile.ahead;
+    const int64_t step = tile.step, ahead_step = tile.ahead_step;
+    const int64_t even = tile.units - tile.units % kChains;
+    for (int64_t unit = 0; unit < even; unit += kChains) {
+#pragma GCC unroll 4
+        for (int u = 0; u < kChains; ++u) {
+            prefetch(ahead);
+            add_unit_avx512<R, kKind>(x, weights, sums[u]);
+            x += step;
+            weights += kUnitBytes<kKind>;
+            ahead += ahead_step;
+        }
+    }
+    if (kChains > 1)
+        for (int64_t unit = even; unit < tile.units; ++unit, x += step, weights += kUnitBytes<kKind>)
+            add_unit_avx512<R, kKind>(x, weights, sums[0]);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int u = 1; u < kChains; ++u)
+            for (int p = 0; p < 2; ++p) sums[0][r][p] = _mm512_add_ps(sums[0][r][p], sums[u][r][p]);
+        _mm512_storeu_ps(tile.y + r * tile.y_stride, sums[0][r][0]);
+        _mm512_storeu_ps(tile.y + r * tile.y_stride + 16, sums[0][r][1]);
+    }
+}
+
+template <Kind k>
+constexpr Kernel kAvx512Kernels[] = {nullptr,      avx512<1, k>, avx512<2, k>,  avx512<3, k>,  avx512<4, k>,
+                                     avx512<5, k>, avx512<6, k>, avx512<7, k>,  avx512<8, k>,  avx512<9, k>,
+                                     avx512<10, k>, avx512<11, k>, avx512<12, k>};
+
+CUE_TARGET_END
+
+#endif
+
+template <Kind kKind>
+Kernels kernels(Isa isa) {
+#if CUE_X86
+    if (isa == kAvx512) return {kAvx512Kernels<kKind>, kBlockRows};
+    if (isa == kAvx2) return {kAvx2Kernels<kKind>, 3};
+#endif
+    (void)isa;
+    return {kPlainKernels<kKind>, 2};
+}
+
+}  // namespace
+
+Kernels f32_kernels(Isa isa) { return kernels<kF32>(isa); }
+Kernels bf16_kernels(Isa isa) { return kernels<kBf16>(isa); }
+
+}  // namespace cue

@@ -1,0 +1,164 @@
+// int8 weights times int8 rows, summed in int32: exact, in every form the same bits.
+#include "panels.h"
+
+#include <cstring>
+
+namespace cue {
+namespace {
+
+// Plain loops.
+
+template <int R>
+void plain(const Tile& tile, const uint8_t* panel) {
+    int32_t sums[R][kPanel];
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < kPanel; ++c) sums[r][c] = tile.sums[r];
+    const uint8_t* weights = panel + kInt8ScaleBytes;
+    const int8_t* x = reinterpret_cast<const int8_t*>(tile.x);
+    for (int64_t quad = 0; quad < tile.units; ++quad, x += tile.step, weights += kQuadBytes)
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < kPanel; ++c)
+                for (int i = 0; i < kQuad; ++i) sums[r][c] += weights[c * kQuad + i] * x[r * kQuad + i];
+    float scales[kPanel];
+    std::memcpy(scales, panel, sizeof scales);
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < kPanel; ++c)
+            tile.y[r * tile.y_stride + c] = static_cast<float>(sums[r][c]) * scales[c] * tile.scales[r];
+}
+
+constexpr Kernel kPlainKernels[] = {nullptr, plain<1>, plain<2>, plain<3>, plain<4>};
+
+#if CUE_X86
+
+CUE_TARGET_AVX2
+
+// vpmaddubsw adds two products in 16 bits and saturates: |w| * (x with the sign of w) stays below 2 * 127 * 127, which
+// fits, where (w + 128) * x would not.
+template <int R>
+void avx2(const Tile& tile, const uint8_t* panel) {
+    constexpr int kParts = 4;  // of 8 outputs
+    const __m256i ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8(-128);
+    __m256i sums[R][kParts];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int p = 0; p < kParts; ++p) sums[r][p] = _mm256_setzero_si256();
+    const uint8_t* weights = panel + kInt8ScaleBytes;
+    const uint8_t* x = tile.x;
+    for (int64_t quad = 0; quad < tile.units; ++quad, x += tile.step, weights += kQuadBytes) {
+        __m256i values[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+            int32_t four;
+            std::memcpy(&four, x + r * kQuad, sizeof four);
+            values[r] = _mm256_set1_epi32(four);
+        }
+#pragma GCC unroll 4
+        for (int p = 0; p < kParts; ++p) {
+            const __m256i stored = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights + 32 * p));
+            const __m256i w = _mm256_xor_si256(stored, flip);
+            const __m256i size = _mm256_abs_epi8(w);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) {
+                const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(values[r], w));
+                sums[r][p] = _mm256_add_epi32(sums[r][p], _mm256_madd_epi16(pairs, ones));
+            }
+        }
+    }
+    const float* scales = reinterpret_cast<const float*>(panel);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+        const __m256 scale = _mm256_set1_ps(tile.scales[r]);
+#pragma GCC unroll 4
+        for (int p = 0; p < kParts; ++p) {
+            const __m256 y = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r][p]), _mm256_loadu_ps(scales + 8 * p));
+            _mm256_storeu_ps(tile.y + r * tile.y_stride + 8 * p, _mm256_mul_ps(y, scale));
+        }
+    }
+}
+
+constexpr Kernel kAvx2Kernels[] = {nullptr, avx2<1>, avx2<2>};
+
+CUE_TARGET_END
+
+CUE_TARGET_AVX512
+
+// Into the second-level cache: the first has no room for it.
+inline void prefetch(const uint8_t* at) {
+    _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(at) + 64, _MM_HINT_T1);
+}
+
+// sums += w * x, four bytes a lane. Not the intrinsic: compilers copy its sums from register to register.
+inline void add_products(__m512i& sums, __m512i w, __m512i x) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(w), "v"(x));
+}
+
+// vpdpbusd takes 4 cycles: with few rows several quads are summed apart, to have 8 sums under way.
+template <int R>
+void avx512(const Tile& tile, const uint8_t* panel) {
+    constexpr int kChains = R == 1 ? 4 : R <= 3 ? 2 : 1;
+    static_assert(kGroupQuads % kChains == 0, "units come in groups");
+    __m512i sums[kChains][R][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+        sums[0][r][0] = sums[0][r][1] = _mm512_set1_epi32(tile.sums[r]);
+#pragma GCC unroll 4
+        for (int u = 1; u < kChains; ++u) sums[u][r][0] = sums[u][r][1] = _mm512_setzero_si512();
+    }
+    const uint8_t* weights = panel + kInt8ScaleBytes;
+    const uint8_t* x = tile.x;
+    const uint8_t* ahead = tile.ahead;
+    const int64_t step = tile.step, ahead_step = tile.ahead_step;
+    for (int64_t quad = 0; quad < tile.units; quad += kChains) {
+#pragma GCC unroll 4
+        for (int u = 0; u < kChains; ++u) {
+            const __m512i w0 = _mm512_loadu_si512(weights), w1 = _mm512_loadu_si512(weights + 64);
+            prefetch(ahead);
+#pragma GCC unroll 12
+            for (int r = 0; r < R; ++r) {
+                int32_t four;
+                std::memcpy(&four, x + r * kQuad, sizeof four);
+                const __m512i values = _mm512_set1_epi32(four);
+                add_products(sums[u][r][0], w0, values);
+                add_products(sums[u][r][1], w1, values);
+            }
+            x += step;
+            weights += kQuadBytes;
+            ahead += ahead_step;
+        }
+    }
+    const __m512 scales0 = _mm512_loadu_ps(panel), scales1 = _mm512_loadu_ps(panel + 64);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int u = 1; u < kChains; ++u)
+            for (int p = 0; p < 2; ++p) sums[0][r][p] = _mm512_add_epi32(sums[0][r][p], sums[u][r][p]);
+        const __m512 scale = _mm512_set1_ps(tile.scales[r]);
+        const __m512 y0 = _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sums[0][r][0]), scales0), scale);
+        const __m512 y1 = _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sums[0][r][1]), scales1), scale);
+        _mm512_storeu_ps(tile.y + r * tile.y_stride, y0);
+        _mm512_storeu_ps(tile.y + r * tile.y_stride + 16, y1);
+    }
+}
+
+constexpr Kernel kAvx512Kernels[] = {nullptr,    avx512<1>, avx512<2>, avx512<3>,  avx512<4>,  avx512<5>, avx512<6>,
+                                     avx512<7>,  avx512<8>, avx512<9>, avx512<10>, avx512<11>, avx512<12>};
+static_assert(sizeof kAvx512Kernels / sizeof(Kernel) == kBlockRows + 1, "a kernel for every size of a block");
+
+CUE_TARGET_END
+
+#endif
+
+}  // namespace
+
+Kernels int8_kernels(Isa isa) {
+#if CUE_X86
+    if (isa == kAvx512) return {kAvx512Kernels, kBlockRows};
+    if (isa == kAvx2) return {kAvx2Kernels, 2};
+#endif
+    (void)isa;
+    return {kPlainKernels, 4};
+}
+
+}  // namespace cue

@@ -1,0 +1,118 @@
+"""Loads a model's folder for the native decoder: compiles the kernels, packs the weights, sizes the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+
+from cuelight.actors.executor.native.architecture import Architecture, NotNative, read_architecture
+from cuelight.actors.executor.native.attention import BF16, FLOAT32, layout
+from cuelight.actors.executor.native.build import NoNativeCode, library
+from cuelight.actors.executor.native.decoder import NativeDecoder, NativeWeights
+from cuelight.actors.executor.native.linear import Kind
+from cuelight.actors.executor.native.pool import Pools
+from cuelight.actors.executor.native.runner import NativeRunner
+from cuelight.actors.executor.native.sampler import Sampler
+from cuelight.actors.executor.native.weights import BadWeights, read_weights
+from cuelight.actors.executor.options import CannotLoad, LoadOptions, cpu_budget
+from cuelight.kernel import get_logger
+from cuelight.messages.request import BlockCopies, Copying, HostTier
+
+KINDS = {None: Kind.F32, "int8": Kind.INT8, "int4": Kind.INT4}
+
+MEASURED_TOKENS = 64
+MEASURED_BLOCKS = 8
+MEASURED_TIMES = 5
+
+log = get_logger("cuelight.executor")
+
+
+class Unsuitable(Exception):
+    """The native decoder cannot serve this model here; the general path may. The message says why."""
+
+
+def load(options: LoadOptions) -> NativeRunner:
+    """Raises Unsuitable; CannotLoad where no other path could do better."""
+    began = options.now()
+    try:
+        architecture = read_architecture(options.folder)
+        kernels = library(options.code_folder)
+        compiled = options.now()
+        weights = NativeWeights.pack(kernels, architecture, read_weights(options.folder), _kind(options))
+    except (NotNative, NoNativeCode, BadWeights) as reason:  # transformers reads more formats
+        raise Unsuitable(str(reason)) from reason
+    packed = options.now()
+    pools = _pools(options, architecture)
+    decoder = NativeDecoder(kernels, weights, pools.structures(), options.token_budget)
+    host = _host(options, pools, decoder)
+    log.info(
+        "native_decoder",
+        weights=weights.kind.name,
+        blocks=pools.block_count,
+        host_blocks=host.block_count,
+        compile_seconds=round(compiled - began, 3),
+        pack_seconds=round(packed - compiled, 3),
+        warm_seconds=round(options.now() - packed, 3),
+    )
+    return NativeRunner(decoder, pools, Sampler(kernels, options.eos_token_ids), host)
+
+
+def _kind(options: LoadOptions) -> Kind:
+    return Kind.BF16 if options.quantization is None and options.dtype == "bfloat16" else KINDS[options.quantization]
+
+
+def _pools(options: LoadOptions, architecture: Architecture) -> Pools:
+    # Keys and values lose less in bfloat16 than the weights do in the same or fewer bits.
+    kind = FLOAT32 if _kind(options) is Kind.F32 or options.dtype == "float32" else BF16
+    block_bytes = Pools.block_bytes(architecture, options.block_size, kind)
+    block_count = options.blocks(block_bytes, cpu_budget())
+    host_block_count = options.host_blocks(block_bytes)
+    try:
+        return Pools(architecture, block_count, options.block_size, kind, host_block_count)
+    except MemoryError as error:
+        needed = (block_count + host_block_count) * block_bytes
+        raise CannotLoad(f"no memory for a KV cache of {needed} bytes: {error}") from error
+
+
+def _host(options: LoadOptions, pools: Pools, decoder: NativeDecoder) -> HostTier:
+    """What host memory costs; a step runs either way, so that the first request meets warm code and threads."""
+    count = min(MEASURED_TOKENS, options.token_budget, decoder.positions, (pools.block_count - 1) * pools.block_size)
+    table = np.arange(1, 1 + -(-count // pools.block_size))
+    positions = np.arange(count)
+    blocks, offsets = table[positions // pools.block_size], positions % pools.block_size
+    step = layout(positions, blocks, offsets, [(0, count, count)], [table])
+    draws = np.array([count - 1])
+
+    def prefill() -> None:
+        decoder.decode(np.zeros(count, np.int64), step, draws)
+
+    prefill()
+    host_blocks = pools.host_block_count
+    if host_blocks == 0:
+        pools.clear(table.tolist())
+        return HostTier()
+    moved = min(MEASURED_BLOCKS, host_blocks, pools.block_count - 1)
+    # In opposite orders: blocks that are neighbours in both memories are copied at once, which is rare in use.
+    stored, kept = tuple(range(1, 1 + moved)), tuple(range(moved))[::-1]
+
+    def move() -> None:
+        pools.copy(BlockCopies(Copying.SAVE, stored, kept))
+        pools.copy(BlockCopies(Copying.LOAD, kept, stored))
+
+    recompute_seconds = _seconds(prefill, 1, options.now) / count
+    move_seconds = _seconds(move, MEASURED_TIMES, options.now) / moved
+    pools.clear([*table.tolist(), *stored])
+    return HostTier(host_blocks, move_seconds, recompute_seconds)
+
+
+def _seconds(work: Callable[[], None], times: int, now: Callable[[], float]) -> float:
+    """The median time it takes, once it is warm."""
+    work()
+    measured: list[float] = []
+    for _ in range(times):
+        began = now()
+        work()
+        measured.append(now() - began)
+    return median(measured)

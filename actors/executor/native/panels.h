@@ -1,0 +1,140 @@
+// How matrix products y = x @ W^T see their operands. Weights lie in panels of 32 outputs, rows of x in blocks of up to
+// 12 rows whose values are interleaved, so that a kernel walks through both with one pointer each, front to back.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "isa.h"
+
+namespace cue {
+
+// Outputs in a panel: two zmm registers of int32 or float32.
+constexpr int kPanel = 32;
+// Rows in a block. 12 rows x 2 registers of sums, and 8 registers left for weights, x and constants.
+constexpr int kBlockRows = 12;
+// Inputs that share a scale in int4 weights.
+constexpr int kGroup = 32;
+// Inputs in a unit: the four bytes that VNNI multiplies at once. Of float32 a unit is one value.
+constexpr int kQuad = 4;
+constexpr int kGroupQuads = kGroup / kQuad;
+
+enum Kind : int32_t { kF32 = 0, kBf16 = 1, kInt8 = 2, kInt4 = 3 };
+constexpr int kKinds = 4;
+
+// What a packed weight begins with; the panels follow.
+//   f32   panel: [n_in][32] float32
+//   bf16  panel: [n_in][16] pairs (output i, output i + 16)
+//   int8  panel: 32 float32 scales, then [quads][32][4] bytes of value + 128
+//   int4  panel: per group of 32 inputs [4][2][64] bytes, the low halves of one quad and the high halves of the next,
+//         each value + 8, then 16 pairs of bf16 scales as above
+struct alignas(64) Packed {
+    uint32_t magic;
+    Kind kind;
+    int64_t outputs;
+    int64_t inputs;
+    int32_t gated;  // a panel holds 16 outputs of the first half of the rows, then their partners of the second
+    int32_t reserved[7];
+
+    const uint8_t* panels() const { return reinterpret_cast<const uint8_t*>(this + 1); }
+    uint8_t* panels() { return reinterpret_cast<uint8_t*>(this + 1); }
+};
+static_assert(sizeof(Packed) == 64, "panels begin on a cache line");
+constexpr uint32_t kMagic = 0x43554501;
+
+constexpr int kInt8ScaleBytes = kPanel * 4;
+constexpr int kQuadBytes = kPanel * kQuad;
+constexpr int kInt4CodeBytes = kPanel * kGroup / 2;
+constexpr int kInt4GroupBytes = kInt4CodeBytes + kPanel * 2;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+
+inline bool is_integer(Kind kind) { return kind == kInt8 || kind == kInt4; }
+inline int64_t panel_count(int64_t outputs) { return divide_up(outputs, kPanel); }
+// Units of a row: quantized rows, and int8 weights, are padded to whole groups with zeros.
+inline int64_t unit_count(Kind kind, int64_t inputs) {
+    return is_integer(kind) ? divide_up(inputs, kGroup) * kGroupQuads : inputs;
+}
+inline int64_t panel_bytes(Kind kind, int64_t inputs) {
+    switch (kind) {
+        case kF32: return inputs * kPanel * 4;
+        case kBf16: return inputs * kPanel * 2;
+        case kInt8: return kInt8ScaleBytes + unit_count(kind, inputs) * kQuadBytes;
+        case kInt4: return divide_up(inputs, kGroup) * kInt4GroupBytes;
+    }
+    return 0;
+}
+
+// Rows fall into as few blocks as possible, of sizes as equal as possible, larger ones first.
+struct Blocks {
+    explicit Blocks(int64_t all) : count(divide_up(all, kBlockRows)), rows(all) {}
+    int64_t first(int64_t block) const {
+        const int64_t larger = rows % count;
+        return block * (rows / count) + (block < larger ? block : larger);
+    }
+    int size(int64_t block) const { return static_cast<int>(first(block + 1) - first(block)); }
+
+    int64_t count, rows;
+};
+
+// Rows of x as kernels want them. `units` are four bytes: block after block, in a block unit after unit, in a unit row
+// after row. Quantized: x is about value * scale.
+struct Rows {
+    int64_t count, inputs, units;
+    const uint8_t* data;
+    const float* scales;      // [count]
+    const int32_t* sums;      // [count] of the values, times -128: what takes the + 128 of int8 weights out again
+    const int32_t* sums_of_groups;  // [count][groups] times -8: the same for int4 weights; null without them
+};
+
+// Bytes of a buffer that holds quantized rows, and the view of one.
+int64_t quantized_bytes(int64_t rows, int64_t inputs);
+Rows quantized_view(const void* buffer, int64_t rows, int64_t inputs);
+// Fill the buffer; `stride` in floats. A row with a value that is not finite gets the scale NaN.
+void quantize_rows(const float* x, int64_t stride, int64_t rows, int64_t inputs, void* buffer);
+// The same layout for float32 rows: `buffer` has room for rows * inputs floats, unused for one row.
+Rows arrange_rows(const float* x, int64_t stride, int64_t rows, int64_t inputs, float* buffer);
+
+// Values of one row to int8 with their scale, round to nearest even. Returns the scale.
+float quantize_row(const float* x, int64_t count, int8_t* values);
+
+// Some rows of one block, at the beginning of x.
+struct Tile {
+    const uint8_t* x;
+    int64_t step;  // bytes from unit to unit
+    int64_t units;
+    const float* scales;
+    const int32_t* sums;
+    const int32_t* sums_of_groups;
+    int64_t groups;
+    float* y;  // [rows][32] is written, whatever was there
+    int64_t y_stride;
+    const uint8_t* ahead;  // memory wanted next: with every unit two cache lines are prefetched there,
+    int64_t ahead_step;    // so many bytes further each time
+};
+
+using Kernel = void (*)(const Tile& tile, const uint8_t* panel);
+
+// The kernels of one kind of weights and form: `of_rows[n]` makes n rows, 1 <= n <= rows_max.
+struct Kernels {
+    const Kernel* of_rows;
+    int rows_max;
+};
+
+Kernels f32_kernels(Isa isa);
+Kernels bf16_kernels(Isa isa);
+Kernels int8_kernels(Isa isa);
+Kernels int4_kernels(Isa isa);
+
+// What becomes of a tile of sums [rows][32]; `columns` of them are real.
+struct Finish {
+    float* y;
+    int64_t stride;
+    const float* bias;  // or null
+    bool add;           // y += sums rather than y = sums
+    bool gated;         // y[16] = silu(sums[0..16]) * sums[16..32]
+};
+void finish_tile(Isa isa, const Finish& finish, const float* sums, int rows, int64_t panel, int columns);
+
+}  // namespace cue

@@ -1,0 +1,89 @@
+"""The device on a CPU: the native decoder over one flat batch, and sampling. Loads neither torch nor transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuelight.actors.executor.batch import Batch, Ints, Rows
+from cuelight.actors.executor.native.attention import Layout, layout
+from cuelight.actors.executor.native.decoder import NativeDecoder
+from cuelight.actors.executor.native.pool import Pools
+from cuelight.actors.executor.native.sampler import Sampler
+from cuelight.messages.executor import ExecuteStep
+from cuelight.messages.request import BlockCopies, HostTier, RequestId
+from cuelight.messages.scheduler import StepDone
+
+NOT_FINITE = "the model's logits are not finite numbers"
+
+
+@dataclass(kw_only=True)
+class NativeBatch(Batch):
+    """A step's batch, and how the kernels read it."""
+
+    layout: Layout
+    drawn: Ints
+
+
+class NativeRunner:
+    """Prepares batches of rows and runs them.
+
+    Sampled tokens stay in `_last_tokens`, by slot, and feed the next step from there.
+    """
+
+    def __init__(self, decoder: NativeDecoder, pools: Pools, sampler: Sampler, host: HostTier) -> None:
+        self._decoder = decoder
+        self._pools = pools
+        self._sampler = sampler
+        self.host = host
+        self._rows = Rows(pools.block_size)
+        self._last_tokens: Ints = np.zeros(0, np.int64)
+
+    @property
+    def block_count(self) -> int:
+        """Blocks in the KV pool, the null block included."""
+        return self._pools.block_count
+
+    @property
+    def block_size(self) -> int:
+        """Token slots per block."""
+        return self._pools.block_size
+
+    def copy(self, copies: BlockCopies) -> None:
+        """Copy whole blocks."""
+        self._pools.copy(copies)
+
+    def prepare(self, step: ExecuteStep) -> Batch:
+        """Lay out one step on the host."""
+        batch = self._rows.prepare(step)
+        sequences = [(each.start, each.stop, each.context_length) for each in batch.sequences]
+        tables = [each.block_ids for each in batch.sequences]
+        laid_out = layout(batch.positions, batch.blocks, batch.offsets, sequences, tables)
+        drawn = np.array([draw.index for draw in batch.draws], np.int64)
+        return NativeBatch(**vars(batch), layout=laid_out, drawn=drawn)
+
+    def run(self, batch: Batch) -> StepDone:
+        """One forward pass and one sampled token for each row that reached its end."""
+        assert isinstance(batch, NativeBatch), "batches come from `prepare`"
+        if batch.fed:
+            batch.token_ids[batch.fed] = self._last_tokens[batch.fed_slots]
+        logits, best = self._decoder.decode(batch.token_ids, batch.layout, batch.drawn)
+        request_ids: list[RequestId] = []
+        token_ids: list[int] = []
+        failed: list[tuple[RequestId, str]] = []
+        chosen: list[int] = self._sampler.choose(logits, best, batch.draws).tolist()
+        for draw, token_id in zip(batch.draws, chosen, strict=True):
+            self._keep(draw.slot, token_id)
+            if token_id < 0:
+                failed.append((draw.request_id, NOT_FINITE))
+            else:
+                request_ids.append(draw.request_id)
+                token_ids.append(token_id)
+        return StepDone(batch.epoch, batch.step, tuple(request_ids), tuple(token_ids), tuple(failed))
+
+    def _keep(self, slot: int, token_id: int) -> None:
+        if slot >= len(self._last_tokens):
+            self._last_tokens = np.concatenate([self._last_tokens, np.zeros(slot + 1, np.int64)])
+        # A row without a usable token is ended by the scheduler; until then any valid id will do.
+        self._last_tokens[slot] = max(token_id, 0)

@@ -1,0 +1,349 @@
+#include "sample.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+namespace cue {
+namespace {
+
+// What turns logits of one row into weights.
+struct Heat {
+    float most;                 // the largest logit
+    float least;                // differences to it below this have no weight
+    float factor;               // log2(e) / temperature
+    float octave, octave_rest;  // together the difference that halves a weight; the first has few bits
+};
+
+constexpr int kGroup = 16;  // numbers of which the largest is kept, to find the k-th largest of all
+constexpr int kRun = 256;   // tokens whose weights are summed in one go: they stay in the first cache
+constexpr int kLanes = 16;  // sums side by side, the same in every form
+constexpr int kLook = 64;   // numbers that are passed over together
+
+}  // namespace
+}  // namespace cue
+
+#define CUE_KERNEL "sample_kernel.h"
+#include "each_isa.h"
+#include "threads.h"
+
+namespace cue {
+namespace {
+
+decltype(&plain::peaks_row) const peaks_forms[] = CUE_FORMS(peaks_row);
+decltype(&plain::weigh) const weigh_forms[] = CUE_FORMS(weigh);
+decltype(&plain::sums_row) const sums_forms[] = CUE_FORMS(sums_row);
+decltype(&plain::gather_row) const gather_forms[] = CUE_FORMS(gather_row);
+decltype(&plain::ends_row) const ends_forms[] = CUE_FORMS(ends_row);
+decltype(&plain::members_row) const members_forms[] = CUE_FORMS(members_row);
+decltype(&plain::bins_row) const bins_forms[] = CUE_FORMS(bins_row);
+
+constexpr int kWidest = 16;  // floats that a form may store at once
+constexpr double kTemperatureLeast = 1e-36, kTemperatureMost = 1e36;  // all of Heat are ordinary floats between them
+constexpr double kOctavesLeast = 200.0;  // below 2^-126 there is no weight: this is far below, and still exact
+
+Heat heat_of(float most, double temperature) {
+    const double octave = temperature * std::log(2.0);
+    // 15 bits, so that its product with a number of octaves is exact.
+    float high = static_cast<float>(octave);
+    uint32_t bits;
+    std::memcpy(&bits, &high, sizeof bits);
+    bits &= ~uint32_t{0x1ff};
+    std::memcpy(&high, &bits, sizeof bits);
+    return {most, static_cast<float>(-kOctavesLeast * octave), static_cast<float>(1.0 / octave), high,
+            static_cast<float>(octave - static_cast<double>(high))};
+}
+
+constexpr double kTiny = std::numeric_limits<double>::min();  // a target above 0, that the first token reaches
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr double kOctavesKept = 128.0;  // a little more than a weight may have
+constexpr double kSafety = 0.99;        // far more than weights and sums are rounded by
+
+// Tokens in the order of their ids.
+struct Tokens {
+    std::vector<float> logits, weights;
+    std::vector<int32_t> ids, bins;
+    int64_t count = 0;
+
+    void make_room(size_t n) {
+        if (n <= ids.size()) return;
+        for (auto* floats : {&logits, &weights}) floats->resize(n);
+        for (auto* numbers : {&ids, &bins}) numbers->resize(n);
+    }
+};
+
+enum Measure { kWeight, kCount };
+
+struct Sums {
+    double weight, count;
+
+    double in(Measure measure) const { return measure == kWeight ? weight : count; }
+    void add(const Sums& more) { weight += more.weight, count += more.count; }
+};
+
+// A place in the descending order of tokens: the sums of all up to `id`, that one included.
+struct Place {
+    Sums sums;
+    int64_t id;
+};
+
+// The one that comes first; `b` if they are the same.
+Place first(const Place& a, const Place& b) { return b.sums.count <= a.sums.count ? b : a; }
+
+// Weight and number of tokens by bins of their logits, the largest first; gives each token its bin.
+class Bins {
+public:
+    Bins(Tokens& tokens, Isa isa) {
+        float low, high;
+        ends_forms[isa](tokens.logits.data(), tokens.count, &low, &high);
+        is_flat_ = low == high;
+        if (is_flat_) {
+            const double count = static_cast<double>(tokens.count);
+            sums_[0] = {count * static_cast<double>(tokens.weights[0]), count};
+            return;
+        }
+        const double scale = (kBins - 1) / (static_cast<double>(high) - static_cast<double>(low));
+        bins_forms[isa](tokens.logits.data(), tokens.count, static_cast<double>(high), scale, tokens.bins.data());
+        Sums turns[kTurns][kBins] = {};
+        for (int64_t i = 0; i < tokens.count; ++i)
+            turns[i % kTurns][tokens.bins[i]].add({static_cast<double>(tokens.weights[i]), 1.0});
+        for (const auto& turn : turns)
+            for (int bin = 0; bin < kBins; ++bin) sums_[bin].add(turn[bin]);
+    }
+
+    Sums all() const {
+        Sums sums{};
+        for (const Sums& bin : sums_) sums.add(bin);
+        return sums;
+    }
+
+    // Whether all tokens have the same logit.
+    bool is_flat() const { return is_flat_; }
+
+    // The bin in which the target is reached, or the last that measures anything; `before` grows by the bins before it.
+    int reach(Measure measure, double target, Sums& before) const {
+        int last = 0;
+        Sums here = before;
+        for (int bin = 0; bin < kBins && here.in(measure) < target; ++bin) {
+            if (sums_[bin].in(measure) == 0.0) continue;
+            last = bin, before = here;
+            here.add(sums_[bin]);
+        }
+        return last;
+    }
+
+private:
+    static constexpr int kBins = 256;
+    static constexpr int kTurns = 4;  // sums of a bin side by side, since neighbours are often in one bin
+    Sums sums_[kBins] = {};
+    bool is_flat_;
+};
+
+// Few tokens: in descending order of logits, equals as they were.
+void sort(Tokens& tokens) {
+    for (int64_t i = 1; i < tokens.count; ++i) {
+        const float logit = tokens.logits[i], weight = tokens.weights[i];
+        const int32_t id = tokens.ids[i];
+        int64_t to = i;
+        for (; to > 0 && tokens.logits[to - 1] < logit; --to) {
+            tokens.logits[to] = tokens.logits[to - 1], tokens.weights[to] = tokens.weights[to - 1];
+            tokens.ids[to] = tokens.ids[to - 1];
+        }
+        tokens.logits[to] = logit, tokens.weights[to] = weight, tokens.ids[to] = id;
+    }
+}
+
+// Finds places in the descending order of many tokens without sorting them: only the bin where a place must lie is
+// looked at again, in finer bins, until it has few tokens or equal ones.
+class Ranking {
+public:
+    Ranking(Tokens& all, Tokens& some, std::vector<int32_t>& places, Isa isa)
+        : all_(all), some_(some), places_(places), isa_(isa), bins_(all, isa) {}
+
+    // After all tokens.
+    Place end() const { return {bins_.all(), -1}; }
+
+    // The first place that reaches the target, which is above 0; or the last that adds to the measure.
+    Place reach(Measure measure, double target) {
+        Sums before{};
+        if (bins_.is_flat()) return walk(all_, measure, target, before);
+        take(all_, bins_.reach(measure, target, before));
+        while (some_.count > kFew) {
+            const Bins finer(some_, isa_);
+            if (finer.is_flat()) break;
+            take(some_, finer.reach(measure, target, before));
+        }
+        if (some_.count <= kFew) sort(some_);
+        return walk(some_, measure, target, before);
+    }
+
+private:
+    static constexpr int64_t kFew = 32;  // sorted by insertion
+
+    void take(const Tokens& from, int bin) {
+        some_.count = members_forms[isa_](from.bins.data(), from.count, bin, places_.data());
+        for (int64_t to = 0; to < some_.count; ++to) {
+            const int32_t i = places_[to];
+            some_.logits[to] = from.logits[i], some_.weights[to] = from.weights[i], some_.ids[to] = from.ids[i];
+        }
+    }
+
+    static Place walk(const Tokens& tokens, Measure measure, double target, const Sums& before) {
+        Place place{before, -1};
+        for (int64_t i = 0; i < tokens.count && place.sums.in(measure) < target; ++i) {
+            const Sums one{static_cast<double>(tokens.weights[i]), 1.0};
+            if (one.in(measure) == 0.0) continue;
+            place.sums.add(one);
+            place.id = tokens.ids[i];
+        }
+        return place;
+    }
+
+    Tokens& all_;
+    Tokens& some_;
+    std::vector<int32_t>& places_;
+    const Isa isa_;
+    const Bins bins_;
+};
+
+// Kept, so that its vectors need not grow again.
+struct Room {
+    std::vector<float> peaks;
+    std::vector<double> sums;
+    Tokens all, some;
+    std::vector<int32_t> places;
+};
+
+thread_local Room kept_room;
+
+struct Options {
+    double temperature;
+    int64_t top_k;  // 0: all
+    double top_p, uniform;
+};
+
+// The choice in one row.
+class Row {
+public:
+    Row(const float* logits, int64_t n, const Options& options, Isa isa, Room& room)
+        : logits_(logits), n_(n), options_(options), isa_(isa), room_(room) {}
+
+    int64_t choose() {
+        room_.peaks.resize(static_cast<size_t>(n_ / kGroup + 2 * kWidest));
+        float most;
+        peaks_ = peaks_forms[isa_](logits_, n_, room_.peaks.data(), &most);
+        if (!std::isfinite(most)) return -1;
+        heat_ = heat_of(most, options_.temperature);
+        return options_.top_k == 0 && options_.top_p >= 1.0 ? plain_choice() : ranked_choice();
+    }
+
+private:
+    double total() {
+        room_.sums.resize(static_cast<size_t>((n_ + kRun - 1) / kRun));
+        sums_forms[isa_](logits_, n_, heat_, room_.sums.data());
+        double sum = 0.0;
+        for (const double one : room_.sums) sum += one;
+        return sum;
+    }
+
+    int64_t plain_choice() {
+        const double target = options_.uniform * total();
+        double before = 0.0, sum = 0.0;
+        size_t run = 0;  // in which the target is passed, or the last of any weight
+        for (size_t i = 0; i < room_.sums.size() && sum <= target; ++i) {
+            if (room_.sums[i] == 0.0) continue;
+            run = i, before = sum;
+            sum += room_.sums[i];
+        }
+        return walk(static_cast<int64_t>(run) * kRun, before, target);
+    }
+
+    // The token of a run at which the sum passes the target, or the last of any weight.
+    int64_t walk(int64_t begin, double before, double target) const {
+        float weights[kRun];
+        const int64_t count = std::min<int64_t>(kRun, n_ - begin);
+        weigh_forms[isa_](logits_ + begin, count, heat_, weights);
+        int64_t last = begin;
+        for (int64_t i = 0; i < count && before <= target; ++i) {
+            if (weights[i] == 0.0f) continue;
+            last = begin + i;
+            before += static_cast<double>(weights[i]);
+        }
+        return last;
+    }
+
+    int64_t ranked_choice() {
+        // What is lower has no weight: nothing changes if it is left out.
+        float least = lowered(kOctavesKept);
+        double all = 0.0;
+        if (options_.top_k > 0) {
+            least = std::max(least, bound_of_largest(least));
+        } else {
+            all = total();
+            least = std::max(least, lowered(octaves_of_nucleus(all)));
+        }
+        gather(logits_, n_, least);
+        weigh_forms[isa_](room_.all.logits.data(), room_.all.count, heat_, room_.all.weights.data());
+        Ranking ranking(room_.all, room_.some, room_.places, isa_);
+        Place end = ranking.end();
+        if (options_.top_k > 0) {
+            if (options_.top_k < room_.all.count) end = ranking.reach(kCount, static_cast<double>(options_.top_k));
+            all = end.sums.weight;
+        }
+        if (options_.top_p < 1.0) end = first(end, ranking.reach(kWeight, std::max(options_.top_p * all, kTiny)));
+        const double passed = std::nextafter(options_.uniform * end.sums.weight, HUGE_VAL);
+        return first(end, ranking.reach(kWeight, passed)).id;
+    }
+
+    // A logit below that of any token that weighs 2^-octaves at least.
+    float lowered(double octaves) const {
+        const double least = static_cast<double>(heat_.most) - octaves / static_cast<double>(heat_.factor);
+        return std::nextafter(static_cast<float>(least), -kInfinity);
+    }
+
+    // All tokens lighter than this together are outside of the smallest set that reaches top_p, and so is each alone.
+    double octaves_of_nucleus(double all) const {
+        const double lightest = kSafety * (1.0 - options_.top_p) * all / static_cast<double>(n_);
+        return -std::log2(lightest);
+    }
+
+    // A logit that as many tokens reach as are wanted, and few more: so many groups of tokens do. Else `least`.
+    float bound_of_largest(float least) {
+        gather(room_.peaks.data(), peaks_, least);
+        Tokens& peaks = room_.all;
+        if (peaks.count <= options_.top_k) return least;
+        std::fill_n(peaks.weights.begin(), peaks.count, 0.0f);
+        Ranking ranking(peaks, room_.some, room_.places, isa_);
+        return room_.peaks[ranking.reach(kCount, static_cast<double>(options_.top_k)).id];
+    }
+
+    void gather(const float* logits, int64_t n, float least) {
+        room_.all.make_room(static_cast<size_t>(n));
+        room_.some.make_room(static_cast<size_t>(n));
+        room_.places.resize(std::max(room_.places.size(), static_cast<size_t>(n)));
+        room_.all.count = gather_forms[isa_](logits, n, least, room_.all.logits.data(), room_.all.ids.data());
+    }
+
+    const float* const logits_;
+    const int64_t n_;
+    const Options& options_;
+    const Isa isa_;
+    Room& room_;
+    int64_t peaks_ = 0;
+    Heat heat_{};
+};
+
+}  // namespace
+}  // namespace cue
+
+extern "C" void cue_sample(const float* logits, int64_t stride, int64_t rows, int64_t n, const double* temperatures,
+                           const int64_t* top_k, const double* top_p, const double* uniforms, int64_t* out) {
+    const cue::Isa isa = cue::isa();
+    cue::parallel(static_cast<int>(rows), [&](int row) {
+        if (temperatures[row] == 0.0) return;
+        const double temperature = std::min(std::max(temperatures[row], cue::kTemperatureLeast), cue::kTemperatureMost);
+        const cue::Options options{temperature, top_k[row], top_p[row], uniforms[row]};
+        out[row] = cue::Row(logits + row * stride, n, options, isa, cue::kept_room).choose();
+    });
+}

@@ -1,0 +1,120 @@
+// Included by each_isa.h.
+
+// Largest numbers of groups of kGroup, in any order; returns how many, and the largest of all in *most.
+int64_t peaks_row(const float* x, int64_t n, float* peaks, float* most) {
+    F high = set1(-INFINITY);
+    int64_t count = 0;
+    for (int64_t begin = 0; begin < n; begin += kGroup * W, count += W) {
+        const int64_t end = begin + kGroup * W < n ? begin + kGroup * W : n;
+        F here = set1(-INFINITY);
+        int64_t i = begin;
+        for (; i + W <= end; i += W) here = max(here, load(x + i));
+        if (i < end) {
+            const int left = static_cast<int>(end - i);
+            here = max(here, choose_first(left, load_some(x + i, left), set1(-INFINITY)));
+        }
+        store(peaks + count, here);
+        high = max(high, here);
+    }
+    *most = largest(high);
+    return count;
+}
+
+// exp((x - most) / temperature) by Cody and Waite's reduction; 0 below 2^-126 and for -inf.
+inline F weight(F x, const Heat& heat) {
+    const F d = max(set1(heat.least), sub(x, set1(heat.most)));
+    const F n = round(mul(d, set1(heat.factor)));
+    // The first product is exact and the first difference nearly, so that no rounding grows with n.
+    const F rest = sub(sub(d, mul(n, set1(heat.octave))), mul(n, set1(heat.octave_rest)));
+    const F f = mul(rest, set1(heat.factor));  // |f| <= 1/2
+    // The Taylor series of 2^f: the first term left out is 5e-9 at most.
+    F y = set1(1.5252734e-5f);
+    y = fma(y, f, set1(1.5403530e-4f));
+    y = fma(y, f, set1(1.3333558e-3f));
+    y = fma(y, f, set1(9.6181291e-3f));
+    y = fma(y, f, set1(5.5504109e-2f));
+    y = fma(y, f, set1(2.4022651e-1f));
+    y = fma(y, f, set1(6.9314718e-1f));
+    y = fma(y, f, set1(1.0f));
+    return scale_by_power(y, n);
+}
+
+// Not inlined, so that a token has the same weight wherever it is asked for.
+CUE_APART void weigh(const float* x, int64_t n, const Heat& heat, float* weights) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(weights + i, weight(load(x + i), heat));
+    if (i == n) return;
+    const int left = static_cast<int>(n - i);
+    store_some(weights + i, weight(load_some(x + i, left), heat), left);
+}
+
+// The weight of each kRun tokens.
+void sums_row(const float* x, int64_t n, const Heat& heat, double* sums) {
+    float weights[kRun];
+    for (int64_t begin = 0; begin < n; begin += kRun) {
+        const int64_t count = begin + kRun < n ? kRun : n - begin;
+        weigh(x + begin, count, heat, weights);
+        for (int64_t i = count; i < kRun; ++i) weights[i] = 0.0f;
+        double lanes[kLanes] = {};
+        for (int i = 0; i < kRun; i += kLanes)
+            for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += static_cast<double>(weights[i + lane]);
+        double sum = 0.0;
+        for (const double lane : lanes) sum += lane;
+        *sums++ = sum;
+    }
+}
+
+// The numbers that are not below `least`, and where they were, in order; returns how many.
+int64_t gather_row(const float* x, int64_t n, float least, float* found, int32_t* ids) {
+    int64_t count = 0;
+    for (int64_t begin = 0; begin < n; begin += kLook) {
+        const int64_t end = begin + kLook < n ? begin + kLook : n;
+        F high = set1(-INFINITY);
+        int64_t i = begin;
+        for (; i + W <= end; i += W) high = max(high, load(x + i));
+        if (i == end && largest(high) < least) continue;
+        // Each is written, and overwritten by the next unless it counts.
+        for (i = begin; i < end; ++i) {
+            found[count] = x[i];
+            ids[count] = static_cast<int32_t>(i);
+            count += x[i] >= least;
+        }
+    }
+    return count;
+}
+
+// The least and the largest of n > 0 numbers.
+void ends_row(const float* x, int64_t n, float* least, float* most) {
+    F low = set1(-INFINITY), high = low;  // low is of the negated numbers
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+        const F some = load(x + i);
+        low = max(low, sub(zero(), some)), high = max(high, some);
+    }
+    *least = -largest(low), *most = largest(high);
+    for (; i < n; ++i) {
+        if (x[i] < *least) *least = x[i];
+        if (x[i] > *most) *most = x[i];
+    }
+}
+
+// Which bin each of x belongs to: (high - x) * scale, rounded down.
+void bins_row(const float* x, int64_t n, double high, double scale, int32_t* bins) {
+    for (int64_t i = 0; i < n; ++i) bins[i] = static_cast<int32_t>((high - static_cast<double>(x[i])) * scale);
+}
+
+// Where the bins are this one, in order; returns how many.
+int64_t members_row(const int32_t* bins, int64_t n, int32_t bin, int32_t* places) {
+    int64_t count = 0;
+    for (int64_t begin = 0; begin < n; begin += kLook) {
+        const int64_t end = begin + kLook < n ? begin + kLook : n;
+        int32_t any = 0;
+        for (int64_t i = begin; i < end; ++i) any |= bins[i] == bin;
+        if (any == 0) continue;
+        for (int64_t i = begin; i < end; ++i) {
+            places[count] = static_cast<int32_t>(i);
+            count += bins[i] == bin;
+        }
+    }
+    return count;
+}

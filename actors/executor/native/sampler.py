@@ -1,0 +1,85 @@
+"""Choosing tokens from a step's logits by the native kernel. `sampling` has the obvious way, which judges this one."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+
+from cuelight.actors.executor.batch import Draw
+from cuelight.actors.executor.chance import uniform
+from cuelight.actors.executor.native.sampling import Doubles, Floats, Ints
+
+
+class SampleKernel:
+    """The library's function on numpy arrays."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        p, i64 = ctypes.c_void_p, ctypes.c_int64
+        self._sample = library.cue_sample
+        self._sample.argtypes, self._sample.restype = (p, i64, i64, i64, p, p, p, p, p), None
+
+    def sample(
+        self, logits: Floats, temperatures: Doubles, top_k: Ints, top_p: Doubles, uniforms: Doubles, out: Ints
+    ) -> None:
+        """`out[i]` becomes a token of row i of logits, unless its temperature is 0; -1 if no logit is finite.
+
+        The options are as in `Sampling`, one for each row. Raises `ValueError` on arrays that do not fit.
+        """
+        rows, n = logits.shape
+        if logits.dtype != np.float32 or logits.strides[1:] != (4,) or logits.strides[0] % 4 or not 0 < n < 2**31:
+            raise ValueError(f"logits are rows of float32, not {logits.dtype} {logits.shape}")
+        options = [
+            _address(array, kind, rows)
+            for array, kind in ((temperatures, "f8"), (top_k, "i8"), (top_p, "f8"), (uniforms, "f8"), (out, "i8"))
+        ]
+        self._sample(logits.ctypes.data, logits.strides[0] // 4, rows, n, *options)
+
+
+def _address(array: Doubles | Ints, kind: str, rows: int) -> int:
+    if array.dtype != np.dtype(kind) or array.shape != (rows,) or not array.flags.c_contiguous:
+        raise ValueError(f"needed {rows} numbers of type {kind}, not {array.dtype} {array.shape}")
+    return array.ctypes.data
+
+
+class Sampler:
+    """Chooses the tokens of a step."""
+
+    def __init__(self, library: ctypes.CDLL, eos_token_ids: Sequence[int]) -> None:
+        self._kernel = SampleKernel(library)
+        self._eos_token_ids = eos_token_ids
+
+    def choose(self, logits: Floats, best: Ints, draws: Sequence[Draw]) -> Ints:
+        """A token for each row of logits [rows, vocabulary], which it may change; -1 for a row without finite logits.
+
+        `best` is the most probable token of each, or -1, and becomes the answer.
+        """
+        sampled = []
+        for row, draw in enumerate(draws):
+            if best[row] < 0:
+                continue
+            if draw.output_index < draw.sampling.min_tokens:
+                best[row] = self._forbid_ends(logits[row], draw)
+            if draw.sampling.temperature > 0:
+                sampled.append(row)
+        if sampled:
+            self._sample(logits, best, draws, sampled)
+        return best
+
+    def _forbid_ends(self, logits: Floats, draw: Draw) -> int:
+        """The most probable of the other tokens, or -1."""
+        sampling = draw.sampling
+        logits[[*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)]] = -np.inf
+        best = int(logits.argmax())
+        return best if logits[best] > -np.inf else -1
+
+    def _sample(self, logits: Floats, best: Ints, draws: Sequence[Draw], sampled: Sequence[int]) -> None:
+        temperatures, top_p, uniforms = np.zeros((3, len(draws)))
+        top_k = np.zeros(len(draws), np.int64)
+        for row in sampled:
+            draw = draws[row]
+            sampling = draw.sampling
+            temperatures[row], top_k[row], top_p[row] = sampling.temperature, sampling.top_k, sampling.top_p
+            uniforms[row] = uniform(sampling.seed or 0, draw.position)
+        self._kernel.sample(logits, temperatures, top_k, top_p, uniforms, best)

@@ -1,0 +1,95 @@
+"""Choosing tokens from logits in numpy, one row after the other: the same choice as the general path makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from cuelight.actors.executor.batch import Draw
+from cuelight.actors.executor.chance import uniform
+from cuelight.messages.request import Sampling
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+FIRST_SORTED = 1024
+"""So many of the most probable tokens are put in order before all are: nearly always they are enough for `top_p`."""
+
+
+def needs_logits(draw: Draw) -> bool:
+    """Whether the most probable token is not simply the choice."""
+    return draw.sampling.temperature > 0 or draw.output_index < draw.sampling.min_tokens
+
+
+def choose(logits: Floats, draw: Draw, eos_token_ids: Sequence[int]) -> int:
+    """The token for one row of finite logits [vocabulary], which it may change; -1 if all tokens are forbidden.
+
+    `top_k` is applied before `top_p`, which keeps the smallest set of most probable tokens that reach it.
+    """
+    sampling = draw.sampling
+    if draw.output_index < sampling.min_tokens:
+        ends = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)]
+        logits[ends] = -np.inf
+    best = int(logits.argmax())
+    if logits[best] == -np.inf:
+        return -1
+    if sampling.temperature == 0:
+        return best
+    u = uniform(sampling.seed or 0, draw.position)
+    if sampling.top_k == 0 and sampling.top_p == 1:
+        return _pick(_weights(logits, logits[best], sampling.temperature), u)
+    order, weights = _kept(logits, logits[best], sampling)
+    return int(order[_pick(weights, u)])
+
+
+def _weights(logits: Floats, best: np.float32, temperature: float) -> Doubles:
+    """Unnormalised probabilities, in double."""
+    weights = (logits - best).astype(np.float64)
+    with np.errstate(over="ignore"):  # at the lowest temperatures: to minus infinity, which has no weight
+        weights /= temperature
+    return np.exp(weights, out=weights)
+
+
+def _kept(logits: Floats, best: np.float32, sampling: Sampling) -> tuple[Ints, Doubles]:
+    """The tokens that may be chosen, the most probable first, equals by their ids; and their weights."""
+    size = len(logits)
+    if 0 < sampling.top_k < size:
+        order = _largest(logits, sampling.top_k)
+        weights = _weights(logits[order], best, sampling.temperature)
+        count = _reaching(weights, sampling.top_p * weights.sum())
+        return order[:count], weights[:count]
+    all_weights = _weights(logits, best, sampling.temperature)
+    limit = sampling.top_p * all_weights.sum()
+    order = _largest(logits, min(FIRST_SORTED, size))
+    if (count := _reaching(all_weights[order], limit)) == len(order) < size:
+        order = _largest(logits, size)
+        count = _reaching(all_weights[order], limit)
+    return order[:count], all_weights[order[:count]]
+
+
+def _reaching(weights: Doubles, limit: float) -> int:
+    """How many of the first reach this sum; one at least, and all if they do not."""
+    return max(1, int(np.searchsorted(weights.cumsum() - weights, limit)))
+
+
+def _largest(logits: Floats, count: int) -> Ints:
+    """Where the largest lie, the first of equals first."""
+    ids = np.arange(len(logits))
+    if count < len(logits):
+        ids = np.flatnonzero(logits >= np.partition(logits, -count)[-count])
+    # In one number that grows as the logit falls, and with the id: to sort numbers is far quicker than to sort by them.
+    bits = (logits[ids] + np.float32(0)).view(np.uint32)  # without minus zero
+    falling = np.where(bits >> 31, bits, bits ^ np.uint32(0x7FFFFFFF))
+    keys = falling.astype(np.uint64) << np.uint64(32) | ids.astype(np.uint64)
+    keys.sort()
+    return (keys[:count] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+
+
+def _pick(weights: Doubles, u: float) -> int:
+    """Inverse transform sampling: the first index where the running sum of weights passes u times the total."""
+    sums = weights.cumsum()
+    picked = int(np.searchsorted(sums, u * sums[-1], side="right"))
+    return min(picked, int(np.flatnonzero(weights)[-1]))  # rounding may reach past the last token of any weight

@@ -1,0 +1,91 @@
+"""Weights in safetensors files, read where they lie: each tensor is a view into the mapped file.
+
+The format is that of https://github.com/huggingface/safetensors: a length, a JSON header, the numbers. bfloat16, which
+numpy lacks, comes as its 16 bits. Owns nothing but the mapping; knows no model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+Tensor: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
+Type: TypeAlias = np.dtype[np.float32] | np.dtype[np.float16] | np.dtype[np.uint16]
+
+TYPES: Mapping[str, Type] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(np.uint16)}
+
+HEADER_BYTES_MAX = 100 * 1024 * 1024
+
+
+class BadWeights(Exception):
+    """The folder's weights are missing, cut off or not what they say."""
+
+
+def read_weights(folder: Path) -> Mapping[str, Tensor]:
+    """Every tensor of the types we know, by name, read-only. Raises BadWeights."""
+    tensors: dict[str, Tensor] = {}
+    for path in _files(folder):
+        try:
+            tensors.update(_read(path))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise BadWeights(f"{path} cannot be read: {error}") from error
+    return tensors
+
+
+def _files(folder: Path) -> list[Path]:
+    """One file, or else all that the index names: transformers chooses in this order."""
+    one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if one.exists() or not index.exists():
+        return [one]
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise BadWeights(f"{index} names no files: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    mapped = np.memmap(path, np.uint8, mode="r")
+    size = int.from_bytes(mapped[:8].tobytes(), "little")
+    if len(mapped) < 8 or size > min(HEADER_BYTES_MAX, len(mapped) - 8):
+        raise ValueError("the file is shorter than its header says")
+    header: object = json.loads(mapped[8 : 8 + size].tobytes())
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
+    header.pop("__metadata__", None)
+    data = np.asarray(mapped[8 + size :])
+    return {name: _tensor(name, entry, data) for name, entry in header.items() if entry.get("dtype") in TYPES}
+
+
+def _tensor(name: str, entry: Mapping[str, object], data: npt.NDArray[np.uint8]) -> Tensor:
+    kind, shape, (begin, end) = TYPES[str(entry["dtype"])], _wholes(entry["shape"]), _wholes(entry["data_offsets"])
+    if not begin <= end <= len(data) or end - begin != kind.itemsize * math.prod(shape):
+        raise ValueError(f"{name} is cut off, or not of the shape it says")
+    tensor = cast(Tensor, data[begin:end].view(kind).reshape(shape))
+    return tensor if tensor.flags.aligned else tensor.copy()
+
+
+def _wholes(values: object) -> list[int]:
+    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{values!r} is no list of whole numbers")
+    return values
+
+
+def as_float32(tensor: Tensor) -> npt.NDArray[np.float32]:
+    """A copy, of the same numbers."""
+    if tensor.dtype == np.uint16:
+        return (tensor.astype(np.uint32) << 16).view(np.float32)
+    return tensor.astype(np.float32)
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """One below the other; in float32 if they are of several types, since bfloat16 is no number to numpy."""
+    if len(tensors) == 1:
+        return tensors[0]
+    same = len({tensor.dtype for tensor in tensors}) == 1
+    return cast(Tensor, np.concatenate(tensors if same else [as_float32(tensor) for tensor in tensors]))

@@ -1,0 +1,65 @@
+"""What is to be loaded, for whichever path loads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+KV_BYTES_MAX_DEFAULT = 2 << 30
+MEMORY_SHARE_DEFAULT = 0.25
+
+
+class CannotLoad(Exception):
+    """The model cannot be served as asked; the message says why."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Which model, in which precision, with how large a pool.
+
+    `block_count` wins over `kv_cache_bytes`; with neither, the pool takes a quarter of the free memory, at most 2 GiB.
+    `host_kv_cache_bytes` wins over `host_block_count`. Steps have `token_budget` tokens at most. What takes how long is
+    measured by `now`, in seconds. Compiled code is kept in `code_folder`, if there is one.
+    """
+
+    folder: Path
+    decoder: str
+    dtype: str
+    quantization: str | None
+    device: str
+    block_size: int
+    block_count: int | None
+    kv_cache_bytes: int | None
+    eos_token_ids: tuple[int, ...]
+    attention: str
+    token_budget: int
+    code_folder: Path | None
+    now: Callable[[], float]
+    host_block_count: int = 0
+    host_kv_cache_bytes: int | None = None
+
+    def blocks(self, block_bytes: int, budget: int) -> int:
+        """Blocks of the pool; by default as many as `budget` bytes hold. Raises CannotLoad."""
+        if self.block_count is not None:
+            return self.block_count
+        budget = self.kv_cache_bytes or budget
+        if budget // block_bytes < 2:
+            raise CannotLoad(f"a KV cache of {budget} bytes holds no block: one takes {block_bytes} bytes")
+        return budget // block_bytes
+
+    def host_blocks(self, block_bytes: int) -> int:
+        """Blocks in host memory. Raises CannotLoad."""
+        if self.host_kv_cache_bytes is None:
+            return self.host_block_count
+        if self.host_kv_cache_bytes < block_bytes:
+            asked = f"{self.host_kv_cache_bytes} bytes of host memory hold no block"
+            raise CannotLoad(f"{asked}: one takes {block_bytes} bytes")
+        return self.host_kv_cache_bytes // block_bytes
+
+
+def cpu_budget() -> int:
+    """Bytes of a CPU's memory for the pool, where nobody says how many."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(int(free * MEMORY_SHARE_DEFAULT), KV_BYTES_MAX_DEFAULT)

@@ -1,0 +1,126 @@
+// What this machine can do at most: the ceilings beside which the native kernels are measured. All threads at once.
+#include <cstdint>
+#include <cstring>
+
+#include "isa.h"
+#include "threads.h"
+
+namespace {
+
+// Sums that are under way at once, as many as hide an instruction's latency on any machine.
+constexpr int kChains = 12;
+
+// Each does `times` rounds of kChains instructions and returns the operations of a round.
+#if CUE_X86
+
+CUE_TARGET_AVX512
+int64_t int8_rounds(int64_t times) {
+    __m512i sums[kChains], x = _mm512_set1_epi8(1);
+#pragma GCC unroll 12
+    for (int i = 0; i < kChains; ++i) sums[i] = _mm512_setzero_si512();
+    for (int64_t t = 0; t < times; ++t)
+#pragma GCC unroll 12
+        for (int i = 0; i < kChains; ++i) __asm__ volatile("vpdpbusd %1, %1, %0" : "+v"(sums[i]) : "v"(x));
+    return kChains * 64 * 2;
+}
+
+int64_t float_rounds_avx512(int64_t times) {
+    __m512 sums[kChains], x = _mm512_set1_ps(1);
+#pragma GCC unroll 12
+    for (int i = 0; i < kChains; ++i) sums[i] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < times; ++t)
+#pragma GCC unroll 12
+        for (int i = 0; i < kChains; ++i) __asm__ volatile("vfmadd231ps %1, %1, %0" : "+v"(sums[i]) : "v"(x));
+    return kChains * 16 * 2;
+}
+CUE_TARGET_END
+
+CUE_TARGET_AVX2
+int64_t float_rounds_avx2(int64_t times) {
+    __m256 sums[kChains], x = _mm256_set1_ps(1);
+#pragma GCC unroll 12
+    for (int i = 0; i < kChains; ++i) sums[i] = _mm256_setzero_ps();
+    for (int64_t t = 0; t < times; ++t)
+#pragma GCC unroll 12
+        for (int i = 0; i < kChains; ++i) __asm__ volatile("vfmadd231ps %1, %1, %0" : "+x"(sums[i]) : "x"(x));
+    return kChains * 8 * 2;
+}
+CUE_TARGET_END
+
+#endif
+
+constexpr int64_t kAhead = 1024;
+
+// Read a stretch of memory, fetching a little ahead; the result only keeps the compiler from leaving it out.
+uint64_t read_words(const uint8_t* memory, int64_t bytes) {
+    uint64_t a = 0, b = 0;
+    for (int64_t i = 0; i + 64 <= bytes; i += 64) {
+        uint64_t words[8];
+        std::memcpy(words, memory + i, sizeof words);
+        __builtin_prefetch(memory + i + (i + kAhead < bytes ? kAhead : 0), 0, 2);
+        a ^= words[0] ^ words[2] ^ words[4] ^ words[6];
+        b ^= words[1] ^ words[3] ^ words[5] ^ words[7];
+    }
+    return a ^ b;
+}
+
+#if CUE_X86
+CUE_TARGET_AVX512
+uint64_t read_lines(const uint8_t* memory, int64_t bytes) {
+    __m512i all = _mm512_setzero_si512();
+    for (int64_t i = 0; i + 64 <= bytes; i += 64) {
+        __builtin_prefetch(memory + i + (i + kAhead < bytes ? kAhead : 0), 0, 2);
+        all = _mm512_xor_si512(all, _mm512_loadu_si512(memory + i));
+    }
+    return static_cast<uint64_t>(_mm512_reduce_add_epi64(all));
+}
+CUE_TARGET_END
+#endif
+
+uint64_t read(const uint8_t* memory, int64_t bytes) {
+#if CUE_X86
+    if (cue::isa() == cue::kAvx512) return read_lines(memory, bytes);
+#endif
+    return read_words(memory, bytes);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Operations done, one multiplication and one addition each counted; 0 where the machine has no such instruction.
+int64_t limit_int8(int64_t times) {
+    int64_t round = 0;
+#if CUE_X86
+    if (cue::isa() != cue::kAvx512) return 0;
+    cue::parallel(cue_threads(), [&](int task) {
+        const int64_t operations = int8_rounds(times);
+        if (task == 0) round = operations;
+    });
+#endif
+    return round * times * cue_threads();
+}
+
+int64_t limit_float(int64_t times) {
+    int64_t round = 0;
+#if CUE_X86
+    if (cue::isa() == cue::kPlain) return 0;
+    cue::parallel(cue_threads(), [&](int task) {
+        const int64_t operations = cue::isa() == cue::kAvx512 ? float_rounds_avx512(times) : float_rounds_avx2(times);
+        if (task == 0) round = operations;
+    });
+#endif
+    return round * times * cue_threads();
+}
+
+// Every byte is read once, in stretches that the threads take turns at.
+uint64_t limit_read(const uint8_t* memory, int64_t bytes) {
+    constexpr int64_t kStretch = 256 * 1024;
+    uint64_t all = 0;
+    cue::parallel(static_cast<int>(bytes / kStretch), [&](int task) {
+        const uint64_t one = read(memory + task * kStretch, kStretch);
+        __atomic_fetch_xor(&all, one, __ATOMIC_RELAXED);
+    });
+    return all;
+}
+}

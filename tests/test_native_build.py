@@ -1,0 +1,225 @@
+"""How the native library is compiled, kept and found again, and how its threads share work."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from cuelight.actors.executor.native import build
+from cuelight.actors.executor.native.build import NoNativeCode, library
+from cuelight.model_cache import cache_directory
+
+SOURCE = 'extern "C" int cue_answer() { return ANSWER; }\n'
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small library in place of ours, so that compiling takes no time; nothing is loaded yet."""
+    if not any(map(shutil.which, build.COMPILERS)):
+        pytest.skip("no C++ compiler")
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "answer.h").write_text("#define ANSWER 42\n")
+    (folder / "answer.cpp").write_text('#include "answer.h"\n' + SOURCE)
+    monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setattr(build, "_loaded", None)
+    monkeypatch.delenv("CXX", raising=False)
+    return folder
+
+
+def again(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> ctypes.CDLL:
+    """As another process would ask for the library."""
+    monkeypatch.setattr(build, "_loaded", None)
+    return library(folder)
+
+
+def test_it_is_compiled_once_and_then_found(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "not" / "there"
+    assert library(cache).cue_answer() == 42
+    assert library(None) is library(cache)  # one for the process
+    monkeypatch.setattr(build, "compile_into", lambda *_: pytest.fail("compiled again"))
+    assert again(monkeypatch, cache).cue_answer() == 42
+    assert [path.suffix for path in cache.iterdir()] == [".so"]
+
+
+def test_a_changed_source_header_or_flag_is_another_library(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = build.find_compiler()
+    names = [build.library_name(compiler)]
+    (sources / "answer.h").write_text("#define ANSWER 43\n")
+    names.append(build.library_name(compiler))
+    (sources / "answer.cpp").write_text('#include "answer.h"\n\n' + SOURCE)
+    names.append(build.library_name(compiler))
+    names.append(build.library_name([*compiler, "-g"]))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DX"))
+    names.append(build.library_name(compiler))
+    assert len(set(names)) == len(names)
+    assert again(monkeypatch, tmp_path).cue_answer() == 43
+
+
+def test_what_the_compiler_says_is_passed_on(sources: Path, tmp_path: Path) -> None:
+    (sources / "answer.h").write_text("#error no answer\n")
+    with pytest.raises(NoNativeCode, match=r"failed with status 1:\n(.*\n)*.*no answer"):
+        library(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_compiler_that_is_not_there(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/no/such/compiler -O1")
+    with pytest.raises(NoNativeCode, match="no C\\+\\+ compiler: looked for /no/such/compiler"):
+        library(tmp_path)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoNativeCode, match="looked for c\\+\\+, g\\+\\+, clang\\+\\+"):
+        library(tmp_path)
+    (tmp_path / "g++").write_text("#!/bin/sh\necho $0 is broken; exit 3\n")
+    (tmp_path / "g++").chmod(0o755)
+    with pytest.raises(NoNativeCode, match=r"failed with status 3:\n.*is broken"):
+        library(tmp_path)
+
+
+def test_cxx_may_have_options(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sources / "answer.h").write_text("")
+    monkeypatch.setenv("CXX", f"{build.find_compiler()[0]} '-DANSWER=(40 + 4)'")
+    assert library(tmp_path).cue_answer() == 44
+
+
+@pytest.mark.parametrize("blocked", ["none", "file"])
+def test_without_a_folder_it_is_compiled_for_this_process(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocked: str
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(build.tempfile, "tempdir", str(scratch))
+    (tmp_path / "file").write_text("where a folder should be")
+    folder = {"none": None, "file": tmp_path / "file" / "cache"}[blocked]
+    assert library(folder).cue_answer() == 42
+    assert list(scratch.iterdir()) == []
+
+
+def test_a_damaged_library_is_compiled_again(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = build.library_name(build.find_compiler())
+    (tmp_path / name).write_bytes(b"\x7fELF, but no more")
+    assert library(tmp_path).cue_answer() == 42
+    assert again(monkeypatch, tmp_path).cue_answer() == 42
+    assert (tmp_path / name).stat().st_size > 100
+
+
+def test_processes_may_compile_at_the_same_time(sources: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from cuelight.actors.executor.native import build\n"
+        "build.SOURCES = Path(sys.argv[1]); sys.stdin.readline()\n"
+        "print(build.library(Path(sys.argv[2])).cue_answer())"
+    )
+    command = [sys.executable, "-c", program, str(sources), str(tmp_path / "cache")]
+    several = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in several:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert [process.communicate(timeout=120)[0] for process in several] == ["42\n"] * 3
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".so"]
+
+
+TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
+
+
+@pytest.fixture(scope="module")
+def native() -> ctypes.CDLL:
+    try:
+        return library(cache_directory() / "native")
+    except NoNativeCode as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request: pytest.FixtureRequest, native: ctypes.CDLL) -> ctypes.CDLL:
+    before = native.cue_threads()
+    request.addfinalizer(lambda: native.cue_set_threads(before))
+    native.cue_set_threads(request.param)
+    assert native.cue_threads() == request.param
+    return native
+
+
+def run(native: ctypes.CDLL, tasks: int) -> list[int]:
+    done: list[int] = []
+    native.cue_parallel(tasks, TASK(lambda _context, task: done.append(task)), None)
+    return sorted(done)
+
+
+def test_every_task_runs_once(threads: ctypes.CDLL) -> None:
+    for tasks in (0, 1, 2, 3, 7, 64, 1000):
+        assert run(threads, tasks) == list(range(tasks))
+
+
+def test_callers_of_several_threads_take_turns(threads: ctypes.CDLL) -> None:
+    results: list[list[int]] = []
+    callers = [threading.Thread(target=lambda: results.extend(run(threads, 40) for _ in range(50))) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(timeout=120)
+    assert results == [list(range(40))] * 200
+
+
+def test_a_task_may_ask_for_tasks(threads: ctypes.CDLL) -> None:
+    inner: list[list[int]] = []
+    threads.cue_parallel(6, TASK(lambda _context, _task: inner.append(run(threads, 5))), None)
+    assert inner == [list(range(5))] * 6
+
+
+def test_the_tasks_of_a_job_run_at_the_same_time(native: ctypes.CDLL) -> None:
+    before = native.cue_threads()
+    native.cue_set_threads(3)
+    meeting = threading.Barrier(3)
+    met: list[int] = []
+
+    def task(_context: int, _task: int) -> None:
+        met.append(meeting.wait(timeout=60))
+
+    native.cue_parallel(3, TASK(task), None)
+    native.cue_set_threads(before)
+    assert sorted(met) == [0, 1, 2]
+
+
+def test_no_count_of_threads_is_refused(native: ctypes.CDLL) -> None:
+    before = native.cue_threads()
+    assert before == len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else before >= 1
+    for wanted in (0, -5):
+        native.cue_set_threads(wanted)
+        assert native.cue_threads() == 1
+    native.cue_set_threads(before)
+
+
+FORKED = """
+import ctypes, os, sys
+from pathlib import Path
+from cuelight.actors.executor.native.build import library
+native = library(Path(sys.argv[1]))
+native.cue_set_threads(3)
+TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
+def count():
+    done = []
+    native.cue_parallel(100, TASK(lambda _, task: done.append(task)), None)
+    return len(done), native.cue_threads()
+assert count() == (100, 3)
+child = os.fork()
+if child == 0:
+    os._exit(0 if count() == (100, 3) else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert count() == (100, 3)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_makes_threads_of_its_own(native: ctypes.CDLL) -> None:
+    folder = str(cache_directory() / "native")
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED, folder], check=True, timeout=120)

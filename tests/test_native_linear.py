@@ -1,0 +1,342 @@
+"""Native matrix products against numpy: integer sums to the bit, the rest within a tolerance, in every form."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cuelight.actors.executor.native.build import NoNativeCode, library
+from cuelight.actors.executor.native.linear import Arena, Kind, LinearKernels, Source, aligned
+from cuelight.model_cache import cache_directory
+
+Array = npt.NDArray[Any]
+
+FORMS = {"plain": 0, "avx2": 1, "avx512": 2}
+GROUP = 32
+# (rows, outputs, inputs): each size of a block of rows, then odd ones, then those of a small model and wide ones.
+ROWS = [(rows, 70, 40) for rows in (*range(1, 14), 24, 25, 26)]
+ODD = [(1, 1, 1), (3, 33, 1), (2, 1, 33), (5, 31, 7), (13, 47, 95), (50, 65, 130), (1, 129, 2047)]
+REAL = [(1, 960, 576), (4, 576, 576), (9, 576, 1536), (33, 960, 576), (1, 64, 11008), (26, 32, 11008), (130, 96, 4096)]
+SHAPES = [*ROWS, *ODD, *REAL]
+
+# Relative to the sum of the magnitudes that were added.
+TOLERANCE = 2e-6
+
+
+@pytest.fixture(scope="module")
+def native() -> ctypes.CDLL:
+    try:
+        return library(cache_directory() / "native")
+    except NoNativeCode as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=FORMS.items(), ids=lambda param: param[0])
+def form(request: pytest.FixtureRequest, native: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
+    name, wanted = request.param
+    if native.cue_force_isa(wanted) != wanted:
+        native.cue_force_isa(-1)
+        pytest.skip(f"this machine has no {name}")
+    yield native
+    native.cue_force_isa(-1)
+
+
+@pytest.fixture
+def kernels(form: ctypes.CDLL) -> LinearKernels:
+    return LinearKernels(form)
+
+
+@pytest.fixture(params=[1, 3], ids=["alone", "threads"])
+def threads(request: pytest.FixtureRequest, form: ctypes.CDLL) -> Iterator[LinearKernels]:
+    before = form.cue_threads()
+    form.cue_set_threads(request.param)
+    yield LinearKernels(form)
+    form.cue_set_threads(before)
+
+
+def normal(seed: int, *shape: int) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def operands(rows: int, outputs: int, inputs: int) -> tuple[Array, Array]:
+    return normal(rows, rows, inputs), normal(outputs, outputs, inputs)
+
+
+def to_int8(x: Array) -> tuple[Array, Array]:
+    """What the kernels do with rows of activations and of weights, in the same float32 steps."""
+    largest = np.abs(x).max(axis=1, keepdims=True)
+    return np.rint(x * (np.float32(127) / largest)).astype(np.int32), largest / np.float32(127)
+
+
+def to_bf16(x: Array) -> Array:
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_int4(weights: Array) -> tuple[Array, Array]:
+    """Values from -8 to 7 as [outputs, groups, 32], and the scales [outputs, groups]."""
+    outputs, inputs = weights.shape
+    padded = np.zeros((outputs, -(-inputs // GROUP) * GROUP), np.float32)
+    padded[:, :inputs] = weights
+    groups = padded.reshape(outputs, -1, GROUP)
+    most, least = np.maximum(groups.max(axis=2), 0), np.minimum(groups.min(axis=2), 0)
+    scales = from_bf16(to_bf16(np.where(most > -least, most, least) / np.float32(-8)))
+    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
+    codes = np.floor(np.clip(groups * inverse[:, :, None] + np.float32(8.5), 0, 15))
+    return codes.astype(np.int32) - 8, scales
+
+
+def int8_product(x: Array, weights: Array) -> Array:
+    (values, scales), (codes, steps) = to_int8(x), to_int8(weights)
+    sums: Array = values @ codes.T
+    return sums.astype(np.float32) * steps[:, 0] * scales
+
+
+def int4_product(x: Array, weights: Array) -> tuple[Array, Array]:
+    """The product in float64, and the magnitudes added."""
+    (values, scales), (codes, steps) = to_int8(x), to_int4(weights)
+    padded = np.zeros((len(x), codes.shape[1] * GROUP), np.int32)
+    padded[:, : x.shape[1]] = values
+    sums = np.einsum("rgi,ogi->rog", padded.reshape(len(x), -1, GROUP), codes) * steps.astype(np.float64)
+    return sums.sum(axis=2) * scales, np.abs(sums).sum(axis=2) * scales
+
+
+def silu_gate(sums: Array) -> Array:
+    gate, up = np.split(sums.astype(np.float64), 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
+def test_int8_products_have_the_same_bits_as_integer_sums(
+    threads: LinearKernels, rows: int, outputs: int, inputs: int
+) -> None:
+    x, weights = operands(rows, outputs, inputs)
+    y = threads.linear(threads.pack(weights, Kind.INT8), x)
+    np.testing.assert_array_equal(y, int8_product(x, weights))
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
+def test_int4_products_are_those_of_the_quantized_operands(
+    threads: LinearKernels, rows: int, outputs: int, inputs: int
+) -> None:
+    x, weights = operands(rows, outputs, inputs)
+    expected, magnitudes = int4_product(x, weights)
+    difference = np.abs(threads.linear(threads.pack(weights, Kind.INT4), x) - expected)
+    assert (difference <= TOLERANCE * magnitudes + 1e-30).all()
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
+def test_float_products(threads: LinearKernels, rows: int, outputs: int, inputs: int, kind: Kind) -> None:
+    x, weights = operands(rows, outputs, inputs)
+    y = threads.linear(threads.pack(weights, kind), x)
+    used = (from_bf16(to_bf16(weights)) if kind is Kind.BF16 else weights).astype(np.float64)
+    assert (np.abs(y - x @ used.T) <= TOLERANCE * (np.abs(x) @ np.abs(used.T))).all()
+
+
+def test_sums_of_the_largest_magnitudes_do_not_saturate(kernels: LinearKernels) -> None:
+    """127 * 127 in every place, with equal and with opposite signs: where 16-bit sums of pairs would overflow."""
+    signs = np.where(np.arange(4096) % 3 == 0, np.float32(-1), np.float32(1))
+    x = np.stack([signs, -signs, np.ones_like(signs)])
+    weights = np.stack([signs, -signs, np.ones_like(signs), -np.ones_like(signs)])
+    y = kernels.linear(kernels.pack(weights, Kind.INT8), x)
+    np.testing.assert_array_equal(y, int8_product(x, weights))
+    np.testing.assert_allclose(y, x @ weights.T, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 64, 96), (5, 37, 50), (30, 64, 96), (14, 100, 33)])
+def test_bias_and_addition(kernels: LinearKernels, rows: int, outputs: int, inputs: int, kind: Kind) -> None:
+    x, weights = operands(rows, outputs, inputs)
+    bias, before = normal(5, outputs), normal(6, rows, outputs)
+    packed = kernels.pack(weights, kind)
+    plain = kernels.linear(packed, x)
+    np.testing.assert_array_equal(kernels.linear(packed, x, bias), plain + bias)
+    np.testing.assert_array_equal(kernels.linear(packed, x, None, before.copy(), add=True), plain + before)
+    added = kernels.linear(packed, x, bias, before.copy(), add=True)
+    np.testing.assert_array_equal(added, plain + bias + before)
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("outputs", [32, 33, 64, 95])
+@pytest.mark.parametrize("rows", [1, 7, 25])
+def test_rows_may_lie_apart_and_nothing_else_is_written(
+    kernels: LinearKernels, rows: int, outputs: int, kind: Kind
+) -> None:
+    x, weights = operands(rows, outputs, 45)
+    packed = kernels.pack(weights, kind)
+    wide = np.full((rows, 60), np.nan, np.float32)
+    wide[:, 7:52] = x
+    out = np.full((rows + 2, outputs + 9), 77, np.float32)
+    kernels.linear(packed, wide[:, 7:52], out=out[1:-1, 4:-5])
+    np.testing.assert_array_equal(out[1:-1, 4:-5], kernels.linear(packed, x))
+    out[1:-1, 4:-5] = 77
+    assert (out == 77).all()
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_packed_weights_stay_within_their_bytes(kernels: LinearKernels, kind: Kind) -> None:
+    weights = normal(1, 70, 50)
+    needed = kernels.packed_bytes(kind, 70, 50)
+    memory = aligned(needed + 64)
+    memory[:] = 0xA5
+    kernels.pack(weights, kind, into=memory)
+    assert (memory[needed:] == 0xA5).all()
+    np.testing.assert_array_equal(memory[:needed], kernels.pack(weights, kind).buffer)
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 64, 96), (5, 34, 40), (30, 2, 96), (40, 192, 33)])
+def test_gated_products(kernels: LinearKernels, rows: int, outputs: int, inputs: int, kind: Kind) -> None:
+    x, weights = operands(rows, outputs, inputs)
+    expected = silu_gate(kernels.linear(kernels.pack(weights, kind), x))
+    y = kernels.linear(kernels.pack(weights, kind, gated=True), x)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+
+
+def test_gates_far_from_zero(kernels: LinearKernels) -> None:
+    gates = np.array([-1e4, -200, -87.5, -20, -1e-20, 0, 1e-20, 20, 88, 200, 1e30], np.float32)
+    weights = np.concatenate([gates[:, None], np.ones((len(gates), 1), np.float32)])
+    y = kernels.linear(kernels.pack(weights, Kind.F32, gated=True), np.ones((1, 1), np.float32))
+    with np.errstate(over="ignore"):
+        np.testing.assert_allclose(y, silu_gate(weights.T), rtol=1e-6, atol=1e-33)
+
+
+@pytest.mark.parametrize("kind", [Kind.INT8, Kind.INT4])
+@pytest.mark.parametrize("rows", [1, 3, 13, 40])
+def test_rows_quantized_once_serve_several_products(threads: LinearKernels, rows: int, kind: Kind) -> None:
+    x, weights = operands(rows, 160, 70)
+    up, down = threads.pack(weights, kind, gated=True), threads.pack(normal(9, 50, 80), kind)
+    quantized = threads.quantize(x)
+    for packed in (up, threads.pack(weights, kind)):
+        np.testing.assert_array_equal(threads.linear_quantized(packed, quantized), threads.linear(packed, x))
+    bias, before = normal(3, 50), normal(4, rows, 50)
+    expected = threads.linear(down, threads.linear(up, x), bias, before.copy(), add=True)
+    following = threads.gated_quantized(up, quantized)
+    np.testing.assert_array_equal(threads.linear_quantized(down, following, bias, before, add=True), expected)
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_spoils_no_other(kernels: LinearKernels, kind: Kind, odd: float) -> None:
+    x, weights = operands(14, 40, 70)
+    packed = kernels.pack(weights, kind)
+    expected = kernels.linear(packed, x)
+    x[3, 69] = odd
+    y = kernels.linear(packed, x)
+    assert not np.isfinite(y[3]).any()
+    np.testing.assert_array_equal(np.delete(y, 3, axis=0), np.delete(expected, 3, axis=0))
+
+
+@pytest.mark.parametrize("kind", [Kind.INT8, Kind.INT4])
+def test_rows_and_weights_of_nothing(kernels: LinearKernels, kind: Kind) -> None:
+    x, weights = operands(13, 40, 70)
+    x[2], x[5], weights[7] = 0, 1e-44, 0
+    y = kernels.linear(kernels.pack(weights, kind), x)
+    assert (y[[2, 5]] == 0).all()
+    assert (y[:, 7] == 0).all()
+    assert np.isfinite(y).all()
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_seen(kernels: LinearKernels, kind: Kind, odd: float) -> None:
+    x, weights = operands(3, 40, 70)
+    weights[7, 33] = odd
+    y = kernels.linear(kernels.pack(weights, kind), x)
+    assert not np.isfinite(y[:, 7]).any()
+    assert np.isfinite(np.delete(y, 7, axis=1)).all()
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_half_weights_pack_as_their_values(kernels: LinearKernels, kind: Kind) -> None:
+    half = normal(1, 70, 50).astype(np.float16)
+    half[0, :6] = [0, -0.0, 6e-8, -6e-5, 65504, -65504]
+    expected = kernels.pack(half.astype(np.float32), kind).buffer
+    np.testing.assert_array_equal(kernels.pack(half, kind).buffer, expected)
+    bits = to_bf16(normal(2, 70, 50))
+    expected = kernels.pack(from_bf16(bits), kind).buffer
+    np.testing.assert_array_equal(kernels.pack(bits, kind).buffer, expected)
+    address, stride = bits[:, :40].ctypes.data, bits.strides[0] // 2
+    sliced = kernels.pack_from(address, Source.BFLOAT16, stride, (70, 40), kind).buffer
+    np.testing.assert_array_equal(sliced, kernels.pack(from_bf16(bits[:, :40]), kind).buffer)
+
+
+def test_quantized_weights_are_close_to_the_weights(kernels: LinearKernels) -> None:
+    """Half a step, that of a row or of a group; the outermost int4 value may be a whole one off."""
+    weights, x = normal(1, 40, 64), np.eye(64, dtype=np.float32)
+    int8 = kernels.linear(kernels.pack(weights, Kind.INT8), x).T
+    assert (np.abs(int8 - weights) <= np.abs(weights).max(axis=1, keepdims=True) / 127 * 0.51).all()
+    int4 = kernels.linear(kernels.pack(weights, Kind.INT4), x).T
+    largest = np.abs(weights.reshape(40, 2, GROUP)).max(axis=2).repeat(GROUP, axis=1)
+    assert (np.abs(int4 - weights) <= largest / 8 * 1.02).all()
+
+
+def test_an_arena_gives_memory_that_does_not_overlap(native: ctypes.CDLL) -> None:
+    kernels, arena = LinearKernels(native), Arena(chunk_bytes=100_000)
+    x, weights = operands(3, 40, 70)
+    packed = [kernels.pack(weights * n, kind, into=arena.take(kernels.packed_bytes(kind, 40, 70)))
+              for n in range(1, 9) for kind in Kind]  # fmt: skip
+    larger_than_a_chunk = arena.take(250_001)
+    larger_than_a_chunk[:] = 0xA5
+    del arena
+    for index, each in enumerate(packed):
+        assert each.buffer.ctypes.data % 64 == 0
+        expected = kernels.linear(kernels.pack(weights * (index // 4 + 1), each.kind), x)
+        np.testing.assert_array_equal(kernels.linear(each, x), expected)
+
+
+def test_callers_at_once(native: ctypes.CDLL) -> None:
+    kernels = LinearKernels(native)
+    x, weights = operands(20, 300, 200)
+    packed = [kernels.pack(weights, kind) for kind in Kind]
+    expected = [kernels.linear(each, x) for each in packed]
+    with ThreadPoolExecutor(4) as callers:
+        for index, y in enumerate(callers.map(lambda number: kernels.linear(packed[number % 4], x), range(200))):
+            np.testing.assert_array_equal(y, expected[index % 4])
+
+
+def test_what_does_not_fit_is_refused(native: ctypes.CDLL) -> None:
+    kernels = LinearKernels(native)
+    x, weights = operands(3, 40, 70)
+    packed, gated = kernels.pack(weights, Kind.INT8), kernels.pack(weights, Kind.INT8, gated=True)
+    out, bias = np.zeros((3, 40), np.float32), np.zeros(40, np.float32)
+    read_only = np.zeros((3, 40), np.float32)
+    read_only.flags.writeable = False
+    for refused in (
+        lambda: kernels.packed_bytes(Kind.F32, 0, 5),
+        lambda: kernels.packed_bytes(Kind.INT8, 5, 70_000),
+        lambda: kernels.pack(weights[:39], Kind.F32, gated=True),
+        lambda: kernels.pack(weights, Kind.F32, into=aligned(100)),
+        lambda: kernels.linear(packed, x[:, :69]),
+        lambda: kernels.linear(packed, x.astype(np.float64)),
+        lambda: kernels.linear(packed, np.asfortranarray(x)),
+        lambda: kernels.linear(packed, x[0]),
+        lambda: kernels.linear(packed, x, bias[:39]),
+        lambda: kernels.linear(packed, x, out=out[:2]),
+        lambda: kernels.linear(packed, x, out=out[:, :39]),
+        lambda: kernels.linear(packed, x, out=read_only),
+        lambda: kernels.linear(packed, x, add=True),
+        lambda: kernels.linear(gated, x, bias),
+        lambda: kernels.linear_quantized(packed, kernels.quantize(x[:, :69])),
+        lambda: kernels.linear_quantized(kernels.pack(weights, Kind.F32), kernels.quantize(x)),
+        lambda: kernels.gated_quantized(packed, kernels.quantize(x)),
+    ):
+        with pytest.raises(ValueError):
+            refused()
+
+
+def test_no_rows_are_no_work(native: ctypes.CDLL) -> None:
+    kernels = LinearKernels(native)
+    packed = kernels.pack(normal(1, 40, 70), Kind.INT4)
+    assert kernels.linear(packed, np.zeros((0, 70), np.float32)).shape == (0, 40)

@@ -1,0 +1,155 @@
+"""Choosing tokens in numpy: the same token as the general path chooses, whatever the options."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuelight.actors.executor.batch import Draw
+from cuelight.actors.executor.model.sampling import sample
+from cuelight.actors.executor.native import sampling as native
+from cuelight.actors.executor.native.sampling import FIRST_SORTED, choose, needs_logits
+from cuelight.messages.request import RequestId, Sampling
+
+Floats = npt.NDArray[np.float32]
+
+END = 7
+
+
+def draw(sampling: Sampling, position: int = 10, output_index: int = 3) -> Draw:
+    return Draw(RequestId(1), 0, 0, position, output_index, sampling)
+
+
+def both(logits: Floats, drawn: Draw) -> tuple[int, int]:
+    """Ours, and the general path's."""
+    return choose(logits.copy(), drawn, (END,)), int(
+        sample(torch.from_numpy(logits[None].copy()), [drawn], (END,)).item()
+    )
+
+
+def random_logits(seed: int, vocabulary: int, spread: float) -> Floats:
+    chance = np.random.default_rng(seed)
+    return (chance.standard_normal(vocabulary) * spread).astype(np.float32)
+
+
+def wishes(vocabulary: int) -> st.SearchStrategy[Sampling]:
+    return st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.0, 1e-300, 1e-6, 0.1, 0.7, 1.0, 2.5, 100.0, 1e300]),
+        top_k=st.sampled_from([0, 0, 1, 2, 10, vocabulary - 1, vocabulary, 10 * vocabulary])
+        | st.integers(0, vocabulary),
+        top_p=st.sampled_from([1.0, 1.0, 0.999, 0.9, 0.5, 0.1, 1e-9, 1e-300]) | st.floats(1e-6, 1.0),
+        seed=st.integers(0, 2**64 - 1),
+        min_tokens=st.sampled_from([0, 0, 5]),
+        stop_token_ids=st.sampled_from([(), (3,), (0, 1, 2)]),
+        ignore_eos=st.booleans(),
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [8, 50, FIRST_SORTED, FIRST_SORTED + 1, 3000])
+@pytest.mark.parametrize("spread", [0.01, 3.0, 1000.0])
+def test_the_token_is_the_one_that_the_general_path_chooses(vocabulary: int, spread: float) -> None:
+    @given(st.integers(0, 10**6), wishes(vocabulary), st.integers(0, 10**6))
+    @settings(deadline=None, max_examples=60)
+    def check(seed: int, sampling: Sampling, position: int) -> None:
+        ours, general = both(random_logits(seed, vocabulary, spread), draw(sampling, position))
+        assert ours == general
+
+    check()
+
+
+@pytest.mark.parametrize("top_k", [FIRST_SORTED - 1, FIRST_SORTED, FIRST_SORTED + 1, 2000, 4999, 5000])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95, 1.0])
+def test_top_p_is_a_part_of_what_top_k_leaves(top_k: int, top_p: float) -> None:
+    """Where logits are nearly alike, the total of the `top_k` is far below that of all."""
+    logits = random_logits(top_k, 5000, 0.3)
+    tokens = set()
+    for seed in range(40):
+        ours, general = both(logits, draw(Sampling(temperature=1.0, top_k=top_k, top_p=top_p, seed=seed)))
+        assert ours == general
+        tokens.add(ours)
+    assert len(tokens) > 15
+
+
+def test_more_than_the_first_are_sorted_where_top_p_needs_them() -> None:
+    logits = np.zeros(5000, np.float32)
+    logits[::7] = 1e-3
+    for top_p in (0.1, 0.2, 0.204, 0.205, 0.3, 0.9, 0.9999):
+        ranks = []
+        for seed in range(20):
+            ours, general = both(logits, draw(Sampling(temperature=1.0, top_p=top_p, seed=seed)))
+            assert ours == general
+            ranks.append(ours)
+        assert len(set(ranks)) > 15
+
+
+@pytest.mark.parametrize("vocabulary", [50, 5000])
+def test_equals_keep_the_order_of_the_vocabulary(vocabulary: int) -> None:
+    logits = np.zeros(vocabulary, np.float32)
+    for cut in ({"top_k": 3}, {"top_p": 2.5 / vocabulary}):
+        chosen = {choose(logits.copy(), draw(Sampling(temperature=1.0, seed=seed, **cut)), ()) for seed in range(99)}  # type: ignore[arg-type]
+        assert chosen == {0, 1, 2}
+    chance = random.Random(1)
+    for _ in range(50):
+        few = np.array([chance.choice([0.0, 1.0, -0.0, 2.0]) for _ in range(vocabulary)], np.float32)
+        wish = Sampling(temperature=1.0, top_k=chance.randint(1, vocabulary), top_p=chance.random(), seed=1)
+        ours, general = both(few, draw(wish))
+        assert ours == general
+
+
+def test_logits_are_needed_only_where_the_best_may_not_be_the_choice() -> None:
+    assert not needs_logits(draw(Sampling()))
+    assert not needs_logits(draw(Sampling(min_tokens=3, top_k=5, top_p=0.5), output_index=3))
+    assert needs_logits(draw(Sampling(min_tokens=4), output_index=3))
+    assert needs_logits(draw(Sampling(temperature=0.1)))
+
+
+def test_rule_46_no_end_before_min_tokens() -> None:
+    logits = np.zeros(50, np.float32)
+    logits[[END, 8, 9]] = 3.0, 2.0, 1.0
+
+    def token(index: int, **wish: object) -> int:
+        return choose(logits.copy(), draw(Sampling(min_tokens=3, **wish), output_index=index), (END,))  # type: ignore[arg-type]
+
+    assert [token(index) for index in range(5)] == [8, 8, 8, END, END]
+    assert [token(index, stop_token_ids=(8,)) for index in range(5)] == [9, 9, 9, END, END]
+    assert [token(index, stop_token_ids=(8,), ignore_eos=True) for index in range(5)] == [END] * 5
+    assert [token(index, ignore_eos=True) for index in range(5)] == [END] * 5
+    hot = {token(0, temperature=1.0, seed=seed) for seed in range(200)}
+    assert END not in hot
+    assert len(hot) > 10
+
+
+@pytest.mark.parametrize(
+    "wish", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}, {"temperature": 1.0, "top_p": 0.5}]
+)
+def test_where_all_tokens_are_forbidden_there_is_none(wish: dict[str, float]) -> None:
+    sampling = Sampling(min_tokens=9, stop_token_ids=(0, 1, 2), **wish)  # type: ignore[arg-type]
+    assert choose(np.zeros(3, np.float32), draw(sampling), ()) == -1
+    ends = draw(Sampling(min_tokens=9, stop_token_ids=(0, 1, 2), ignore_eos=True, **wish))  # type: ignore[arg-type]
+    assert both(np.zeros(3, np.float32), ends) == (-1, -1)
+
+
+def test_tokens_of_no_probability_are_never_chosen() -> None:
+    logits = np.full(3000, -np.inf, np.float32)
+    logits[[3, 2040]] = 0.0
+    for seed in range(100):
+        wish = Sampling(temperature=1.0, top_p=(1.0, 0.99)[seed % 2], top_k=(0, 2000)[seed // 2 % 2], seed=seed)
+        ours, general = both(logits, draw(wish))
+        assert ours == general
+        assert ours in {3, 2040}
+
+
+def test_the_last_token_is_chosen_when_u_is_as_large_as_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "uniform", lambda seed, position: 1 - 2.0**-53)
+    logits = np.zeros(50, np.float32)
+    logits[-1] = -math.inf
+    assert choose(logits.copy(), draw(Sampling(temperature=1.0)), ()) == 48
+    assert choose(logits.copy(), draw(Sampling(temperature=1.0, top_k=9)), ()) == 8

@@ -3,9 +3,9 @@
     python -m benchmarks.host_memory [--reps 3] [--blocks 300] [--host-blocks 900] [--quantization int8] [--json FILE]
 
 The mixed workload's prompts come in three rounds, as turns of 32 chats would: each prompt is what its chat has come to.
-The pool holds a part of what all of them need at once, so requests are preempted and prefixes evicted. Both engines take
-turns in one process. On a CPU, host memory is the memory that the pool is in: what is measured is recomputing against
-copying.
+The pool holds a part of what all of them need at once, so requests are preempted and prefixes evicted. Both engines
+take turns in one process. On a CPU, host memory is the memory that the pool is in: what is measured is recomputing
+against copying.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Step {
         clock_.lap(CUE_NORM);
     }
 
-    // After the last attention only the rows that are sampled after matter. False if there are none, or one is not there.
+    // After the last attention only the rows that are sampled after matter. False if there are none, or one is missing.
     bool keep_draws() {
         const Widths widths(d_);
         for (int32_t i = 0; i < step_.draw_count; ++i) {

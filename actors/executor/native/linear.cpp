@@ -57,7 +57,7 @@ public:
     Product(const Packed& packed, const Rows& rows, const Finish& finish)
         : packed_(packed), rows_(rows), finish_(finish), blocks_(rows.count), isa_(isa()) {
         kernels_ = kernels_of(packed.kind, isa_);
-        groups_ = divide_up(packed.inputs, kGroup);
+        spans_ = divide_up(packed.inputs, kSpan);
         panel_bytes_ = panel_bytes(packed.kind, packed.inputs);
         outputs_ = packed.gated ? packed.outputs / 2 : packed.outputs;
         columns_ = packed.gated ? kPanel / 2 : kPanel;
@@ -128,11 +128,12 @@ private:
         tile.x = rows_.data + first * rows_.units * kQuad + from * kQuad;
         tile.step = blocks_.size(block) * kQuad;
         tile.units = rows_.units;
-        tile.groups = groups_;
         if (is_integer(packed_.kind)) {
-            tile.scales = rows_.scales + row;
-            tile.sums = rows_.sums + row;
-            tile.sums_of_groups = rows_.sums_of_groups + row * groups_;
+            tile.scales = rows_.scales + first * spans_ + from;
+            tile.sums = rows_.sums + first * spans_ + from;
+            tile.group_sums = rows_.group_sums + first * spans_ * kSpanGroups + from;
+            tile.apart = blocks_.size(block);
+            tile.spans = spans_;
         }
         tile.y = direct ? finish.y + panel * kPanel : sums;
         tile.y_stride = direct ? finish.stride : kPanel;
@@ -156,7 +157,7 @@ private:
     const Blocks blocks_;
     const Isa isa_;
     Kernels kernels_;
-    int64_t groups_, panel_bytes_, outputs_, panels_, blocks_at_once_;
+    int64_t spans_, panel_bytes_, outputs_, panels_, blocks_at_once_;
     int columns_;
     bool direct_;
 };

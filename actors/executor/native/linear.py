@@ -30,8 +30,8 @@ CHUNK_BYTES = 32 << 20
 
 
 class Kind(IntEnum):
-    """How weights are kept. INT8 has a scale per output, INT4 one per output and 32 inputs; both multiply rows that are
-    quantized to int8 in the call, with a scale per row."""
+    """How weights are kept. INT8 has a scale per output, INT4 a scale and a middle per output and 32 inputs (5 bits a
+    weight in all); both multiply rows that are quantized to int8 in the call, with a scale per 64 inputs."""
 
     F32 = 0
     BF16 = 1
@@ -148,7 +148,10 @@ class LinearKernels:
         return out
 
     def quantize(self, x: Floats) -> Quantized:
-        """Rows to int8: the largest magnitude of each becomes 127. Of a row that is not finite all products are NaN."""
+        """Rows to int8: of each 64 inputs the largest magnitude becomes 127.
+
+        Of a row that is not finite all products are NaN.
+        """
         rows, inputs = x.shape
         address, stride = _rows(x, inputs)
         quantized = Quantized(aligned(self._quantized_bytes(rows, inputs)), rows, inputs)

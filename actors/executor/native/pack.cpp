@@ -85,39 +85,75 @@ void put_int8(const float* row, int64_t inputs, int place, int8_t* values, uint8
     }
 }
 
-// The value of largest magnitude becomes -8, as the codes reach from -8 to 7; its bf16 scale is what values are divided
-// by. Values that are not finite make the scale so.
-uint16_t quantize_group(const float* values, uint8_t* codes) {
-    constexpr int kLanes = 8;
-    float low[kLanes] = {}, high[kLanes] = {}, odd[kLanes] = {};
-    for (int i = 0; i < kGroup; i += kLanes)
+// The least and the greatest value, and 0, or NaN if any is not finite.
+struct Range {
+    explicit Range(const float* values) {
+        constexpr int kLanes = 8;
+        float low[kLanes], high[kLanes], odd[kLanes] = {};
+        for (int l = 0; l < kLanes; ++l) low[l] = high[l] = values[l];
+        for (int i = 0; i < kGroup; i += kLanes)
+            for (int l = 0; l < kLanes; ++l) {
+                const float value = values[i + l];
+                low[l] = value < low[l] ? value : low[l];
+                high[l] = value > high[l] ? value : high[l];
+                odd[l] += value * 0.0f;
+            }
         for (int l = 0; l < kLanes; ++l) {
-            const float value = values[i + l];
-            low[l] = value < low[l] ? value : low[l];
-            high[l] = value > high[l] ? value : high[l];
-            odd[l] += value * 0.0f;
+            least = l == 0 || low[l] < least ? low[l] : least;
+            most = l == 0 || high[l] > most ? high[l] : most;
+            not_finite += odd[l];
         }
+    }
     float least = 0, most = 0, not_finite = 0;
-    for (int l = 0; l < kLanes; ++l) {
-        least = low[l] < least ? low[l] : least;
-        most = high[l] > most ? high[l] : most;
-        not_finite += odd[l];
-    }
-    const uint16_t scale = to_bf16((most > -least ? most : least) / -8.0f + not_finite);
-    const float inverse = from_bf16(scale) != 0.0f && not_finite == 0.0f ? 1.0f / from_bf16(scale) : 0.0f;
+};
+
+inline float code_of(float value) {
+    const float shifted = value + 0.5f;
+    return static_cast<float>(static_cast<int>(shifted < 0.0f ? 0.0f : shifted > 15.0f ? 15.0f : shifted));
+}
+
+// How codes become values.
+struct Line {
+    uint16_t scale, middle;
+};
+
+// Evenly spaced codes from the least value to the greatest, then the scale and middle that come nearest to the values
+// with these codes (least squares, in steps from the least value), and last the nearest codes. Values that had been 4
+// bits with a scale and a minimum before get the codes they had. Values that are not finite make the scale so.
+Line quantize_group(const float* values, uint8_t* codes) {
+    constexpr float kStepsMax = 15.0f, kCount = kGroup;
+    const Range range(values);
+    const float step = range.most / kStepsMax - range.least / kStepsMax;
+    const float inverse = 1.0f / step;
+    std::memset(codes, kInt4Middle, kGroup);
+    if (range.not_finite != 0.0f) return {to_bf16(range.not_finite), 0};
+    if (!std::isfinite(inverse)) return {0, to_bf16(range.least)};
+    float steps[kGroup], first[kGroup], sum = 0, sum_of_codes = 0, squares = 0, products = 0;
     for (int i = 0; i < kGroup; ++i) {
-        const float shifted = (not_finite == 0.0f ? values[i] : 0.0f) * inverse + 8.5f;
-        const int code = static_cast<int>(shifted < 0.0f ? 0.0f : shifted > 15.0f ? 15.0f : shifted);
-        codes[i] = static_cast<uint8_t>(code);
+        steps[i] = (values[i] - range.least) * inverse;
+        first[i] = code_of(steps[i]);
     }
-    return scale;
+    for (int i = 0; i < kGroup; ++i) {
+        sum += steps[i];
+        sum_of_codes += first[i];
+        squares += first[i] * first[i];
+        products += first[i] * steps[i];
+    }
+    const float mean = sum / kCount, mean_of_codes = sum_of_codes / kCount;
+    const float slope = (products - sum * mean_of_codes) / (squares - sum_of_codes * mean_of_codes);
+    const Line line{to_bf16(step * slope), 0};
+    const float scale = from_bf16(line.scale);
+    const uint16_t middle = to_bf16(range.least + step * mean - scale * (mean_of_codes - kInt4Middle));
+    const float divisor = 1.0f / scale, zero = kInt4Middle - from_bf16(middle) * divisor;
+    for (int i = 0; i < kGroup; ++i) codes[i] = static_cast<uint8_t>(code_of(values[i] * divisor + zero));
+    return {line.scale, middle};
 }
 
 void put_int4(const float* row, int64_t groups, int place, uint8_t* panel) {
     const int half = place / 16, lane = place % 16;
     for (int64_t group = 0; group < groups; ++group, panel += kInt4GroupBytes) {
         uint8_t codes[kGroup];
-        const uint16_t scale = quantize_group(row + group * kGroup, codes);
+        const Line line = quantize_group(row + group * kGroup, codes);
         for (int pair = 0; pair < kGroupQuads / 2; ++pair) {
             uint32_t even, odd;
             std::memcpy(&even, codes + 2 * pair * kQuad, sizeof even);
@@ -125,8 +161,16 @@ void put_int4(const float* row, int64_t groups, int place, uint8_t* panel) {
             even |= odd << 4;
             std::memcpy(panel + pair * kQuadBytes + half * 64 + lane * kQuad, &even, sizeof even);
         }
-        std::memcpy(panel + kInt4CodeBytes + lane * 4 + half * 2, &scale, sizeof scale);
+        uint8_t* scales = panel + kInt4CodeBytes + lane * 4 + half * 2;
+        std::memcpy(scales, &line.scale, sizeof line.scale);
+        std::memcpy(scales + kInt4ScaleBytes, &line.middle, sizeof line.middle);
     }
+}
+
+// What pads a group that a row ends in: a value of its own, which leaves the range as it is.
+void fill_group(float* row, int64_t inputs) {
+    const int64_t first = inputs / kGroup * kGroup;
+    for (int64_t i = inputs; i < round_up(inputs, kGroup); ++i) row[i] = row[first];
 }
 
 void put_f32(const float* row, int64_t inputs, int place, uint8_t* panel) {
@@ -141,7 +185,7 @@ void put_bf16(const float* row, int64_t inputs, int place, uint8_t* panel) {
 }
 
 void pack_panel(const Packed& packed, const Source& source, int64_t panel, uint8_t* out) {
-    const int64_t padded = round_up(packed.inputs, kGroup);
+    const int64_t padded = round_up(packed.inputs, kSpan);
     const std::unique_ptr<float[]> row(new float[static_cast<size_t>(padded)]);
     const std::unique_ptr<int8_t[]> values(new int8_t[static_cast<size_t>(padded)]);
     for (int place = 0; place < kPanel; ++place) {
@@ -152,7 +196,10 @@ void pack_panel(const Packed& packed, const Source& source, int64_t panel, uint8
             case kF32: put_f32(row.get(), packed.inputs, place, out); break;
             case kBf16: put_bf16(row.get(), packed.inputs, place, out); break;
             case kInt8: put_int8(row.get(), packed.inputs, place, values.get(), out); break;
-            case kInt4: put_int4(row.get(), padded / kGroup, place, out); break;
+            case kInt4:
+                fill_group(row.get(), packed.inputs);
+                put_int4(row.get(), padded / kGroup, place, out);
+                break;
         }
     }
 }

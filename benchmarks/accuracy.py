@@ -20,7 +20,7 @@ from benchmarks.common import options, report
 from cuelight import model_path
 from cuelight.actors.executor.native.architecture import Architecture, read_architecture
 from cuelight.actors.executor.native.attention import BF16, FLOAT32, layout
-from cuelight.actors.executor.native.build import library
+from cuelight.actors.executor.native.build import load_native
 from cuelight.actors.executor.native.decoder import NativeDecoder, NativeWeights
 from cuelight.actors.executor.native.linear import Kind
 from cuelight.actors.executor.native.pool import Pools
@@ -40,7 +40,7 @@ class Native:
     """The decoder that the engine uses, over a pool of one chunk."""
 
     def __init__(self, folder: Path, architecture: Architecture, kind: Kind, chunk: int) -> None:
-        kernels = library(cache_directory() / "native")
+        kernels = load_native(cache_directory() / "native")
         weights = NativeWeights.pack(kernels, architecture, read_weights(folder), kind)
         block_count = 1 + -(-chunk // BLOCK_SIZE)
         self._pools = Pools(architecture, block_count, BLOCK_SIZE, FLOAT32 if kind is Kind.F32 else BF16)

@@ -12,7 +12,7 @@ import json
 
 from benchmarks.common import options, report
 from benchmarks.native_limits import Ceilings
-from cuelight.actors.executor.native.build import library
+from cuelight.actors.executor.native.build import load_native
 from cuelight.model_cache import cache_directory
 
 PARTS = ("attention", "linear", "sample")
@@ -24,7 +24,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(arguments.threads)
-    native = library(cache_directory() / "native")
+    native = load_native(cache_directory() / "native")
     native.cue_set_threads(arguments.threads)
     ceilings = Ceilings(arguments.threads)
     tables: dict[str, list[dict[str, object]]] = {}

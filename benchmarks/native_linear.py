@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.common import options, report
 from benchmarks.native_limits import Ceilings, Limits
-from cuelight.actors.executor.native.build import library
+from cuelight.actors.executor.native.build import load_native
 from cuelight.actors.executor.native.linear import Arena, Bytes, Floats, Kind, LinearKernels
 from cuelight.model_cache import cache_directory
 
@@ -171,7 +171,7 @@ def measure(
 
 def main() -> None:
     chosen = options(__doc__, threads=2, seconds=0.1, large=0)
-    native = library(cache_directory() / "native")
+    native = load_native(cache_directory() / "native")
     native.cue_set_threads(chosen.threads)
     torch.set_num_threads(chosen.threads)
     for title, rows in measure(native, Ceilings(chosen.threads), chosen.seconds, bool(chosen.large)).items():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cuelight.actors.executor.native.build import NoNativeCode, load_native
+from cuelight.model_cache import cache_directory
 from cuelight.store import DEFAULT_MODEL, model_path
 
 
@@ -25,3 +28,26 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+FORMS = {"plain": 0, "avx2": 1, "avx512": 2}
+
+
+@pytest.fixture(scope="session")
+def native() -> ctypes.CDLL:
+    """The native kernels, compiled on first use."""
+    try:
+        return load_native(cache_directory() / "native")
+    except NoNativeCode as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=FORMS.items(), ids=lambda param: param[0])
+def form(request: pytest.FixtureRequest, native: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
+    """The same in each of their forms that this machine has."""
+    name, wanted = request.param
+    if native.cue_force_isa(wanted) != wanted:
+        native.cue_force_isa(-1)
+        pytest.skip(f"this machine has no {name}")
+    yield native
+    native.cue_force_isa(-1)

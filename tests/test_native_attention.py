@@ -12,35 +12,14 @@ import numpy.typing as npt
 import pytest
 
 from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, AttentionKernels, Layout, Pool, layout
-from cuelight.actors.executor.native.build import NoNativeCode, library
 from cuelight.actors.executor.native.ops import SmallKernels
-from cuelight.model_cache import cache_directory
 
 Array = npt.NDArray[Any]
 
-FORMS = {"plain": 0, "avx2": 1, "avx512": 2}
 STORED = {FLOAT32: np.float32, BF16: np.uint16, INT8: np.int8}
 
 # Relative to the largest magnitude of what is expected.
 TOLERANCE = 2e-5
-
-
-@pytest.fixture(scope="module")
-def native() -> ctypes.CDLL:
-    try:
-        return library(cache_directory() / "native")
-    except NoNativeCode as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(params=FORMS.items(), ids=lambda param: param[0])
-def form(request: pytest.FixtureRequest, native: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
-    name, wanted = request.param
-    if native.cue_force_isa(wanted) != wanted:
-        native.cue_force_isa(-1)
-        pytest.skip(f"this machine has no {name}")
-    yield native
-    native.cue_force_isa(-1)
 
 
 @pytest.fixture(params=[1, 3], ids=["alone", "threads"])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cuelight.actors.executor.native import build
-from cuelight.actors.executor.native.build import NoNativeCode, library
+from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.model_cache import cache_directory
 
 SOURCE = 'extern "C" int cue_answer() { return ANSWER; }\n'
@@ -37,13 +37,13 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def again(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> ctypes.CDLL:
     """As another process would ask for the library."""
     monkeypatch.setattr(build, "_loaded", None)
-    return library(folder)
+    return load_native(folder)
 
 
 def test_it_is_compiled_once_and_then_found(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "not" / "there"
-    assert library(cache).cue_answer() == 42
-    assert library(None) is library(cache)  # one for the process
+    assert load_native(cache).cue_answer() == 42
+    assert load_native(None) is load_native(cache)  # one for the process
     monkeypatch.setattr(build, "compile_into", lambda *_: pytest.fail("compiled again"))
     assert again(monkeypatch, cache).cue_answer() == 42
     assert [path.suffix for path in cache.iterdir()] == [".so"]
@@ -53,14 +53,14 @@ def test_a_changed_source_header_or_flag_is_another_library(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = build.find_compiler()
-    names = [build.library_name(compiler)]
+    names = [build.native_name(compiler)]
     (sources / "answer.h").write_text("#define ANSWER 43\n")
-    names.append(build.library_name(compiler))
+    names.append(build.native_name(compiler))
     (sources / "answer.cpp").write_text('#include "answer.h"\n\n' + SOURCE)
-    names.append(build.library_name(compiler))
-    names.append(build.library_name([*compiler, "-g"]))
+    names.append(build.native_name(compiler))
+    names.append(build.native_name([*compiler, "-g"]))
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DX"))
-    names.append(build.library_name(compiler))
+    names.append(build.native_name(compiler))
     assert len(set(names)) == len(names)
     assert again(monkeypatch, tmp_path).cue_answer() == 43
 
@@ -68,28 +68,28 @@ def test_a_changed_source_header_or_flag_is_another_library(
 def test_what_the_compiler_says_is_passed_on(sources: Path, tmp_path: Path) -> None:
     (sources / "answer.h").write_text("#error no answer\n")
     with pytest.raises(NoNativeCode, match=r"failed with status 1:\n(.*\n)*.*no answer"):
-        library(tmp_path / "cache")
+        load_native(tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_compiler_that_is_not_there(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler -O1")
     with pytest.raises(NoNativeCode, match="no C\\+\\+ compiler: looked for /no/such/compiler"):
-        library(tmp_path)
+        load_native(tmp_path)
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NoNativeCode, match="looked for c\\+\\+, g\\+\\+, clang\\+\\+"):
-        library(tmp_path)
+        load_native(tmp_path)
     (tmp_path / "g++").write_text("#!/bin/sh\necho $0 is broken; exit 3\n")
     (tmp_path / "g++").chmod(0o755)
     with pytest.raises(NoNativeCode, match=r"failed with status 3:\n.*is broken"):
-        library(tmp_path)
+        load_native(tmp_path)
 
 
 def test_cxx_may_have_options(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (sources / "answer.h").write_text("")
     monkeypatch.setenv("CXX", f"{build.find_compiler()[0]} '-DANSWER=(40 + 4)'")
-    assert library(tmp_path).cue_answer() == 44
+    assert load_native(tmp_path).cue_answer() == 44
 
 
 @pytest.mark.parametrize("blocked", ["none", "file"])
@@ -101,14 +101,14 @@ def test_without_a_folder_it_is_compiled_for_this_process(
     monkeypatch.setattr(build.tempfile, "tempdir", str(scratch))
     (tmp_path / "file").write_text("where a folder should be")
     folder = {"none": None, "file": tmp_path / "file" / "cache"}[blocked]
-    assert library(folder).cue_answer() == 42
+    assert load_native(folder).cue_answer() == 42
     assert list(scratch.iterdir()) == []
 
 
 def test_a_damaged_library_is_compiled_again(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = build.library_name(build.find_compiler())
+    name = build.native_name(build.find_compiler())
     (tmp_path / name).write_bytes(b"\x7fELF, but no more")
-    assert library(tmp_path).cue_answer() == 42
+    assert load_native(tmp_path).cue_answer() == 42
     assert again(monkeypatch, tmp_path).cue_answer() == 42
     assert (tmp_path / name).stat().st_size > 100
 
@@ -117,7 +117,7 @@ def test_processes_may_compile_at_the_same_time(sources: Path, tmp_path: Path) -
     program = (
         "import sys; from pathlib import Path; from cuelight.actors.executor.native import build\n"
         "build.SOURCES = Path(sys.argv[1]); sys.stdin.readline()\n"
-        "print(build.library(Path(sys.argv[2])).cue_answer())"
+        "print(build.load_native(Path(sys.argv[2])).cue_answer())"
     )
     command = [sys.executable, "-c", program, str(sources), str(tmp_path / "cache")]
     several = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -135,7 +135,7 @@ TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
 @pytest.fixture(scope="module")
 def native() -> ctypes.CDLL:
     try:
-        return library(cache_directory() / "native")
+        return load_native(cache_directory() / "native")
     except NoNativeCode as error:
         pytest.skip(str(error))
 
@@ -202,8 +202,8 @@ def test_no_count_of_threads_is_refused(native: ctypes.CDLL) -> None:
 FORKED = """
 import ctypes, os, sys
 from pathlib import Path
-from cuelight.actors.executor.native.build import library
-native = library(Path(sys.argv[1]))
+from cuelight.actors.executor.native.build import load_native
+native = load_native(Path(sys.argv[1]))
 native.cue_set_threads(3)
 TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
 def count():

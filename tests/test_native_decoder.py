@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,34 +18,12 @@ from tiny_models import NATIVE, edit_config, save
 
 from cuelight.actors.executor.native.architecture import Architecture, read_architecture
 from cuelight.actors.executor.native.attention import BF16, FLOAT32, layout
-from cuelight.actors.executor.native.build import NoNativeCode, library
 from cuelight.actors.executor.native.decoder import PARTS, NativeDecoder, NativeWeights
 from cuelight.actors.executor.native.linear import Kind, LinearKernels
 from cuelight.actors.executor.native.pool import Pools
 from cuelight.actors.executor.native.weights import Tensor, as_float32, read_weights
-from cuelight.model_cache import cache_directory
 
 Array = npt.NDArray[Any]
-
-FORMS = {"plain": 0, "avx2": 1, "avx512": 2}
-
-
-@pytest.fixture(scope="module")
-def native() -> ctypes.CDLL:
-    try:
-        return library(cache_directory() / "native")
-    except NoNativeCode as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(params=FORMS.items(), ids=lambda param: param[0])
-def form(request: pytest.FixtureRequest, native: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
-    name, wanted = request.param
-    if native.cue_force_isa(wanted) != wanted:
-        native.cue_force_isa(-1)
-        pytest.skip(f"this machine has no {name}")
-    yield native
-    native.cue_force_isa(-1)
 
 
 @pytest.fixture(scope="module")

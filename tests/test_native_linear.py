@@ -11,13 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cuelight.actors.executor.native.build import NoNativeCode, library
 from cuelight.actors.executor.native.linear import Arena, Kind, LinearKernels, Packed, Source, aligned
-from cuelight.model_cache import cache_directory
 
 Array = npt.NDArray[Any]
 
-FORMS = {"plain": 0, "avx2": 1, "avx512": 2}
 GROUP = 32
 SPAN = 64
 # (rows, outputs, inputs): each size of a block of rows, then odd ones, then those of a small model and wide ones.
@@ -28,24 +25,6 @@ SHAPES = [*ROWS, *ODD, *REAL]
 
 # Relative to the sum of the magnitudes that were added.
 TOLERANCE = 2e-6
-
-
-@pytest.fixture(scope="module")
-def native() -> ctypes.CDLL:
-    try:
-        return library(cache_directory() / "native")
-    except NoNativeCode as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(params=FORMS.items(), ids=lambda param: param[0])
-def form(request: pytest.FixtureRequest, native: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
-    name, wanted = request.param
-    if native.cue_force_isa(wanted) != wanted:
-        native.cue_force_isa(-1)
-        pytest.skip(f"this machine has no {name}")
-    yield native
-    native.cue_force_isa(-1)
 
 
 @pytest.fixture

@@ -496,7 +496,7 @@ def test_code_that_finds_no_place_is_compiled_for_this_process_alone(
     """Not by taking rights away, which stop no root: where the folder would be is a file."""
     tiny(tmp_path)
     (tmp_path / "file").write_text("")
-    compiled = build.library(options(tmp_path).code_folder)
+    compiled = build.load_native(options(tmp_path).code_folder)
     asked: list[Path] = []
 
     def known(scratch: Path, compiler: list[str]) -> Path:
@@ -565,5 +565,5 @@ assert not heavy, heavy
 def test_the_native_path_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     tiny(tmp_path)
     code = options(tmp_path).code_folder
-    build.library(code)
+    build.load_native(code)
     subprocess.run([sys.executable, "-c", GREEDY_STEPS, tmp_path, code], check=True, timeout=120)

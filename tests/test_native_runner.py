@@ -15,7 +15,7 @@ from tiny_models import NATIVE, Driver, Mover, greedy_alone, options, random_pro
 from cuelight.actors.executor.batch import Batch
 from cuelight.actors.executor.model.loading import load as load_general
 from cuelight.actors.executor.native import loading
-from cuelight.actors.executor.native.build import NoNativeCode, library
+from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.native.runner import NOT_FINITE, NativeRunner
 from cuelight.actors.executor.runner import ModelRunner
 from cuelight.messages.executor import Chunk, ExecuteStep, Row
@@ -27,7 +27,7 @@ from cuelight.model_cache import cache_directory
 @pytest.fixture(autouse=True)
 def native() -> None:
     try:
-        library(cache_directory() / "native")
+        load_native(cache_directory() / "native")
     except NoNativeCode as error:
         pytest.skip(str(error))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,39 +11,18 @@ import pytest
 
 from cuelight.actors.executor.batch import Draw
 from cuelight.actors.executor.chance import uniform
-from cuelight.actors.executor.native.build import NoNativeCode, library
 from cuelight.actors.executor.native.sampler import SampleKernel, Sampler
 from cuelight.actors.executor.native.sampling import choose
 from cuelight.messages.request import RequestId, Sampling
-from cuelight.model_cache import cache_directory
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
-FORMS = {"plain": 0, "avx2": 1, "avx512": 2}
 
 NEAR = 1e-6
 """Weights in float32 may move a boundary between tokens by so much of the whole."""
 
 INFINITY = float("inf")
-
-
-@pytest.fixture(scope="module")
-def native() -> ctypes.CDLL:
-    try:
-        return library(cache_directory() / "native")
-    except NoNativeCode as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(params=FORMS.items(), ids=lambda param: param[0])
-def form(request: pytest.FixtureRequest, native: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
-    name, wanted = request.param
-    if native.cue_force_isa(wanted) != wanted:
-        native.cue_force_isa(-1)
-        pytest.skip(f"this machine has no {name}")
-    yield native
-    native.cue_force_isa(-1)
 
 
 @dataclass(frozen=True)

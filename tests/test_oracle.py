@@ -21,7 +21,7 @@ from transformers.utils import logging as hf_logging
 from cuelight import Engine
 from cuelight.actors.executor.batch import Draw
 from cuelight.actors.executor.model.sampling import sample
-from cuelight.actors.executor.native.build import NoNativeCode, library
+from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.native.runner import NativeRunner
 from cuelight.actors.executor.runner import ModelRunner
 from cuelight.client import Result, Stream
@@ -118,7 +118,7 @@ def reference(model_folder: Path) -> Iterator[Reference]:
 def decoder(request: pytest.FixtureRequest) -> str:
     if request.param == "native":
         try:
-            library(cache_directory() / "native")
+            load_native(cache_directory() / "native")
         except NoNativeCode as error:
             pytest.skip(str(error))
     return str(request.param)

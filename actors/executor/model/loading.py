@@ -21,7 +21,7 @@ from cuelight.actors.executor.model.host import HostPool
 from cuelight.actors.executor.model.linear import pack
 from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.native.attention import AttentionKernels
-from cuelight.actors.executor.native.build import NoNativeCode, library
+from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.options import CannotLoad, LoadOptions, cpu_budget
 from cuelight.kernel import get_logger
 from cuelight.messages.request import HostTier
@@ -225,7 +225,7 @@ def _cpu_kernels(options: LoadOptions, device: torch.device) -> AttentionKernels
     kernels, reason = None, ""
     if options.attention != "reference" and device.type == "cpu":
         try:
-            kernels = AttentionKernels(library(options.code_folder))
+            kernels = AttentionKernels(load_native(options.code_folder))
         except NoNativeCode as error:
             reason = str(error)
             if options.attention == "cpu":

@@ -39,7 +39,7 @@ _lock = threading.Lock()
 _loaded: ctypes.CDLL | None = None
 
 
-def library(folder: Path | None = None) -> ctypes.CDLL:
+def load_native(folder: Path | None = None) -> ctypes.CDLL:
     """The kernels, compiled into `folder` unless they are there already; the first call decides for the process.
 
     Without a folder, or where it cannot be written, they are compiled for this process alone. Takes seconds when it
@@ -54,7 +54,7 @@ def library(folder: Path | None = None) -> ctypes.CDLL:
 
 def _library(folder: Path | None) -> ctypes.CDLL:
     compiler = find_compiler()
-    name = library_name(compiler)
+    name = native_name(compiler)
     if folder is not None:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def find_compiler() -> list[str]:
     raise NoNativeCode(f"no C++ compiler: looked for {names}")
 
 
-def library_name(compiler: list[str]) -> str:
+def native_name(compiler: list[str]) -> str:
     """Another name for other sources, flags, machine or compiler, so that a library is never out of date."""
     digest = hashlib.sha256()
     for part in (_run([*compiler, "--version"]), " ".join([*compiler[1:], *FLAGS]), platform.machine()):

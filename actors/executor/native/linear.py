@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cuelight.actors.executor.native.build import library
+from cuelight.actors.executor.native.build import load_native
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Weights: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
@@ -209,7 +209,7 @@ def _huge_pages(count: int) -> Bytes:
 @functools.cache
 def kernels() -> LinearKernels:
     """Of the library that this process uses. Raises `NoNativeCode`."""
-    return LinearKernels(library())
+    return LinearKernels(load_native())
 
 
 def packed_bytes(kind: Kind, outputs: int, inputs: int, gated: bool = False) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from cuelight.actors.executor.native.architecture import Architecture, NotNative, read_architecture
 from cuelight.actors.executor.native.attention import BF16, FLOAT32, layout
-from cuelight.actors.executor.native.build import NoNativeCode, library
+from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.native.decoder import NativeDecoder, NativeWeights
 from cuelight.actors.executor.native.linear import Kind
 from cuelight.actors.executor.native.pool import Pools
@@ -38,7 +38,7 @@ def load(options: LoadOptions) -> NativeRunner:
     began = options.now()
     try:
         architecture = read_architecture(options.folder)
-        kernels = library(options.code_folder)
+        kernels = load_native(options.code_folder)
         compiled = options.now()
         weights = NativeWeights.pack(kernels, architecture, read_weights(options.folder), _kind(options))
     except (NotNative, NoNativeCode, BadWeights) as reason:  # transformers reads more formats

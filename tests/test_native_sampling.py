@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cuelight.actors.executor.batch import Draw
 from cuelight.actors.executor.model.sampling import sample
 from cuelight.actors.executor.native import sampling as native
-from cuelight.actors.executor.native.sampling import FIRST_SORTED, choose, needs_logits
+from cuelight.actors.executor.native.sampling import FIRST_SORTED, choose
 from cuelight.messages.request import RequestId, Sampling
 
 Floats = npt.NDArray[np.float32]
@@ -102,13 +102,6 @@ def test_equals_keep_the_order_of_the_vocabulary(vocabulary: int) -> None:
         wish = Sampling(temperature=1.0, top_k=chance.randint(1, vocabulary), top_p=chance.random(), seed=1)
         ours, general = both(few, draw(wish))
         assert ours == general
-
-
-def test_logits_are_needed_only_where_the_best_may_not_be_the_choice() -> None:
-    assert not needs_logits(draw(Sampling()))
-    assert not needs_logits(draw(Sampling(min_tokens=3, top_k=5, top_p=0.5), output_index=3))
-    assert needs_logits(draw(Sampling(min_tokens=4), output_index=3))
-    assert needs_logits(draw(Sampling(temperature=0.1)))
 
 
 def test_rule_46_no_end_before_min_tokens() -> None:

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits in numpy, one row after the other: the same choice as the general path makes."""
+"""Choosing tokens from logits in numpy, row by row: the slow, plain path that judges the native sampler."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ Ints = npt.NDArray[np.int64]
 
 FIRST_SORTED = 1024
 """So many of the most probable tokens are put in order before all are: nearly always they are enough for `top_p`."""
-
-
-def needs_logits(draw: Draw) -> bool:
-    """Whether the most probable token is not simply the choice."""
-    return draw.sampling.temperature > 0 or draw.output_index < draw.sampling.min_tokens
 
 
 def choose(logits: Floats, draw: Draw, eos_token_ids: Sequence[int]) -> int:

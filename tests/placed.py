@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import signal
@@ -153,6 +154,8 @@ class Player(Actor[Protocol]):
                 context.watch(OTHER)
             case "dismiss":
                 context.dismiss(_BY_NAME[text], drop=number > 0)
+            case "kill":
+                context.kill(_BY_NAME[text], "no longer wanted")
             case "find":
                 return Answer(0, _error_of(lambda: context.find(Role(text, Note, 1))))
             case "spawn":
@@ -208,6 +211,9 @@ def _do_to_itself(action: str, number: int, text: str) -> Answer:  # noqa: PLR09
             Path(text).write_text(str(os.getpid()))
             while True:
                 pass
+        case "hang":
+            Path(text).write_text(str(os.getpid()))
+            ctypes.PyDLL(None).pause()  # which keeps the interpreter's lock
         case "gate":
             through(text)
         case "print at exit":

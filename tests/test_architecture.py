@@ -63,11 +63,11 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def layers(module: str, tree: ast.Module) -> Iterator[str]:
-    """messages and kernel know nothing of ours but themselves; an actor knows both and itself; the root knows all."""
+    """messages and kernel know themselves, the kernel also the log; an actor knows both and itself; the root all."""
     if within(module, "cuelight.messages"):
         allowed = ["cuelight.messages"]
     elif within(module, "cuelight.kernel"):
-        allowed = ["cuelight.kernel"]
+        allowed = ["cuelight.kernel", "cuelight.log"]
     elif within(module, "cuelight.actors"):
         allowed = ["cuelight.messages", "cuelight.kernel", ".".join(module.split(".")[:3])]
     else:

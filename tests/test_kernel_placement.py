@@ -710,7 +710,7 @@ def _wires(of: Callable[[Wire], M]) -> Callable[[], list[M]]:
     """What is true of each wire's near end that is in use."""
 
     def look() -> list[M]:
-        return [of(each._wire) for each in gc.get_objects() if type(each) is Placed and not each.end.done()]
+        return [of(each._wire) for each in gc.get_objects() if type(each) is Placed and not each.gone.done()]
 
     return look
 
@@ -886,6 +886,104 @@ async def test_the_death_of_a_process_is_a_crash(death: str) -> None:
         assert lost <= WINDOW
         statistics = stage.system.statistics()["player"]
         assert lost <= statistics.dropped <= WINDOW  # nobody knows what the process had begun
+
+
+KILLED = "it was killed: no longer wanted"
+
+
+@everywhere
+@on_each_loop
+async def test_a_killed_actor_has_crashed(place: Placement) -> None:
+    async with theatre(place) as stage:
+        for number in range(10):
+            stage.player.tell(Note(number))
+        await stage.do("who")
+        stage.system.kill(PLAYER, "no longer wanted")
+        ended = await stage.ended()
+        assert ended == Terminated("player", f"actor 'player' died: {KILLED}", is_restarting=True)
+        await stage.do("who")
+        assert stage.numbers() == list(range(10))
+        assert stage.all(Answer) == [], "whoever is killed does not stop in order"
+
+
+@everywhere
+@played
+async def test_a_kill_loses_what_a_process_was_given_and_nothing_else(place: Placement, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    async with theatre(place) as stage:
+        if isinstance(place, InLoop):
+            stage.tell("kill", text="player")
+        else:
+            stage.tell("gate", text=str(gate))
+            await until(lambda: stage.system.statistics()["player"].length == 0)
+        for number in range(500):
+            stage.player.tell(Note(number))
+        if not isinstance(place, InLoop):
+            await until(lambda: stage.system.statistics()["player"].length < 500)
+            stage.system.kill(PLAYER, "no longer wanted")
+            if isinstance(place, OnThread):
+                gate.write_text("")
+        assert KILLED in (await stage.ended()).error
+        await stage.do("who")
+        lost = 500 - len(stage.numbers())
+        assert stage.numbers() == list(range(lost, 500))
+        assert 0 < lost <= WINDOW if isinstance(place, InProcess) else lost == 0
+        assert stage.system.statistics()["player"].dropped == lost + isinstance(place, InProcess)
+
+
+@played
+async def test_a_process_is_killed_even_where_its_handler_hangs_in_native_code(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    async with theatre(InProcess()) as stage:
+        stage.tell("hang", text=str(file))
+        await until(lambda: file.exists() and file.read_text())
+        pid = int(file.read_text())
+        stage.system.kill(PLAYER, "no longer wanted")
+        assert KILLED in (await stage.ended()).error
+        assert not is_alive(pid)
+        assert (await stage.do("who")).number != pid
+
+
+@played
+async def test_a_process_is_killed_while_its_constructor_waits(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    async with theatre(InLoop()) as stage:
+        role = Role("gated", Protocol, 10)
+        ref = stage.system.spawn(Part(role, partial(gated, path=str(gate)), Fate(restarts_max=1), InProcess()))
+        seat = stage.system._seats["gated"]
+        await until(lambda: seat.life)
+        stage.system.kill(role, "no longer wanted")
+        await until(lambda: seat.lives == 2)
+        await asyncio.to_thread(gate.write_text, "")
+        assert (await stage.do("who", to=ref)).number != os.getpid()
+
+
+@everywhere
+@pytest.mark.parametrize("where", ELSEWHERE, ids=lambda place: type(place).__name__)
+@played
+async def test_a_placed_actor_kills_others_and_itself(place: Placement, where: Placement) -> None:
+    async with theatre(where, Part(OTHER, player, PATIENT, place)) as stage:
+        await stage.do("watch")
+        await stage.do("kill", text="other")
+        await until(lambda: stage.all(Terminated))  # the player was told, and passed it on
+        assert stage.all(Terminated) == [Terminated("other", f"actor 'other' died: {KILLED}", is_restarting=True)]
+        await stage.do("who", to=stage.system.find(OTHER))
+        stage.tell("kill", text="player")
+        assert await stage.ended(2) == Terminated("player", f"actor 'player' died: {KILLED}", is_restarting=True)
+        stage.tell("kill", text="child")  # whom nobody plays
+        await stage.do("who")
+        assert len(stage.all(Terminated)) == 2
+
+
+@elsewhere
+@played
+async def test_an_actor_kills_one_that_it_has_spawned_there(place: Placement) -> None:
+    async with theatre(place) as stage:
+        stage.tell("spawn", 5)
+        stage.tell("kill", text="child")
+        assert KILLED in (await stage.ended()).error
 
 
 @elsewhere

@@ -843,6 +843,43 @@ def test_a_kill_may_take_the_last_that_was_told_and_is_still_under_way() -> None
     assert {0, 1, 2, 3} < told, "killed early or later, with something under way or nothing"
 
 
+@pytest.mark.parametrize("placement", [InLoop(), OnThread(), InProcess()])
+def test_a_kill_ends_a_life_as_a_crash(placement: Placement) -> None:
+    def play(player: Player, message: object) -> None:
+        if message == Note(50):
+            player.context.kill(role("other"), "as planned")
+
+    losses, ends = set(), set()
+    for seed in range(40):
+        troupe = Troupe().add("other", None, MANY, placement).add("actor", play)
+        simulation = troupe.open(seed)
+        tell_all(simulation, "actor", 100)
+        tell_all(simulation, "other", 100)
+        simulation.run()
+        simulation.kill(role("nobody"), "there is none")
+        simulation.stop()
+        assert simulation.failure is None
+        numbers = troupe.numbers("other")
+        assert numbers == sorted(set(numbers))
+        losses.add(100 - len(numbers))
+        ends.update(event.error for event in troupe.events if isinstance(event, Ended))
+        assert troupe.lines("other").count("built") == 2
+        assert troupe.lines("other").count("stopped") == 1, "who is killed does not stop in order"
+    assert ends == {"actor 'other' died: it was killed: as planned", ""}
+    if isinstance(placement, InProcess):
+        assert WINDOW // 2 < max(losses) <= WINDOW
+    else:
+        assert losses == {0}
+
+
+def test_a_kill_that_no_fate_provides_for_ends_everything() -> None:
+    troupe = Troupe().add("actor", lambda player, message: player.context.kill(role("actor"), "as planned"))
+    simulation = troupe.open()
+    simulation.run()
+    assert str(simulation.failure) == "actor 'actor' died: it was killed: as planned"
+    assert troupe.lines("actor") == ["built", "started"]
+
+
 def test_what_the_tap_raises_comes_out() -> None:
     def tap(event: Event) -> None:
         assert not isinstance(event, Delivered), "seen"

@@ -40,6 +40,7 @@ from cuelight.kernel import (
     Started,
     Strategy,
     System,
+    Terminated,
     ask,
 )
 from cuelight.kernel.supervision import judge
@@ -209,6 +210,83 @@ async def test_a_life_is_told_of_from_its_beginning_to_its_end() -> None:
     assert errors == ["actor 'b' crashed on Do: ValueError('broken')", "", "", ""]
     seeds = [event.seed for event in lives if isinstance(event, Started)]
     assert len(set(seeds)) == 4  # each life has its own chance
+
+
+# Killing.
+
+
+@on_each_loop
+async def test_a_killed_life_ends_as_a_crash_between_two_messages() -> None:
+    troupe = Troupe(a=AGAIN, b=REST, c=AGAIN)
+    async with troupe.system as system:
+        troupe.tell("a", Do(lambda context: context.watch(player("b"))))
+        await troupe.pass_time(0)
+        troupe.news()
+        troupe.tell("a", Do(lambda context: context.kill(player("b"), "too slow")))
+        for number in range(3):
+            troupe.tell("b", Note(number))
+        assert await troupe.pass_time(0) == ["a.1 hears that b crashed and restarts", "c.1 stopped"]
+        lines = [f"b.2 Note {number}" for number in range(3)]
+        assert await troupe.pass_time(0.05) == ["b.2 built", "c.2 built", "b.2 started", *lines, "c.2 started"]
+        heard = [event.message for event in troupe.events if isinstance(event, Delivered) and event.sender == "b"]
+        assert heard == [Terminated("b", "actor 'b' died: it was killed: too slow", is_restarting=True)]
+        assert system.statistics()["b"].dropped == 0
+        assert not troupe.failures
+
+
+@on_each_loop
+async def test_an_actor_that_kills_itself_handles_no_more_in_this_life() -> None:
+    troupe = Troupe(a=AGAIN)
+    async with troupe.system:
+        await troupe.pass_time(0)
+        troupe.news()
+        suicide = Do(lambda context: [context.kill(player("a"), "enough"), context.ref.tell(Note(2))])
+        troupe.tell("a", Note(0), suicide, Note(1))
+        assert await troupe.pass_time(0.05) == ["a.1 Note 0", "a.2 built", "a.2 started", "a.2 Note 1", "a.2 Note 2"]
+
+
+@on_each_loop
+async def test_what_follows_a_kill_is_said_in_the_fate() -> None:
+    troupe = Troupe(a=AGAIN, b=Fate(restarts_max=1))
+    with pytest.raises(ActorCrashed, match="actor 'b' died: it was killed: once more"):
+        async with troupe.system as system:
+            await troupe.pass_time(0)
+            system.kill(player("b"), "once")
+            system.kill(player("b"), "which it does not hear any more")
+            assert await troupe.pass_time(0.05) == born("b.2")
+            system.kill(player("b"), "once more")
+            await asyncio.Event().wait()
+    assert [str(crash) for crash in troupe.failures] == ["actor 'b' died: it was killed: once more"]
+
+
+@on_each_loop
+async def test_where_no_life_is_lived_there_is_nobody_to_kill() -> None:
+    troupe = Troupe(a=AGAIN)
+    async with troupe.system as system:
+        await troupe.pass_time(0)
+        system.kill(player("nobody"), "there is none")
+        troupe.tell("a", BREAK)
+        await troupe.pass_time(0)
+        system.kill(player("a"), "between two lives")
+        assert (await troupe.pass_time(0.05))[-1] == "a.2 started"
+        system.dismiss(player("a"))
+        await troupe.pass_time(0)
+        system.kill(player("a"), "it has gone")
+        assert not troupe.failures
+    system.kill(player("a"), "all have gone")
+
+
+@on_each_loop
+async def test_a_killed_actors_threads_and_timers_end_with_it() -> None:
+    troupe = Troupe(a=AGAIN)
+    async with troupe.system as system:
+        troupe.tell("a", Do(lambda context: context.after(10, Note(1))))
+        await troupe.pass_time(0)
+        assert troupe.clock.pending == 1
+        system.kill(player("a"), "now")
+        await troupe.pass_time(0.05)
+        assert troupe.clock.pending == 0
+        assert troupe.lives["a"] == 2
 
 
 # What a restart keeps.

@@ -6,7 +6,6 @@ from cuelight.kernel.errors import (
     ActorCrashed,
     ActorStopped,
     AskTimeout,
-    JournalError,
     KernelError,
     MailboxFull,
     MessageTooLarge,
@@ -17,14 +16,14 @@ from cuelight.kernel.errors import (
 from cuelight.kernel.events import Delivered, Ended, Event, Started, Tap
 from cuelight.kernel.faults import Faults, SimulatedCrash, SimulatedKill
 from cuelight.kernel.journal import Journal
-from cuelight.kernel.log import Logger, get_logger
 from cuelight.kernel.mailbox import OWN, Mailbox, MailboxStatistics
-from cuelight.kernel.records import JournalReader, Recorded, read_journal
+from cuelight.kernel.records import JournalError, JournalReader, Recorded, read_journal
 from cuelight.kernel.ref import Address, Ref, ask
 from cuelight.kernel.simulation import Simulation, SimulationError, for_each_seed
 from cuelight.kernel.supervision import Fate, Strategy, Terminated
 from cuelight.kernel.system import System
 from cuelight.kernel.worker import Worker, WorkerThread
+from cuelight.log import Logger, get_logger
 
 __all__ = ["Actor", "Address", "Context", "Ref", "System", "ask"]
 __all__ += ["Fate", "InLoop", "InProcess", "OnThread", "Part", "Placement", "Role", "Strategy", "Terminated"]
@@ -32,5 +31,4 @@ __all__ += ["Clock", "LoopClock", "Mailbox", "MailboxStatistics", "OWN", "Timer"
 __all__ += ["ActorCrashed", "ActorStopped", "AskTimeout", "JournalError", "KernelError", "MailboxFull"]
 __all__ += ["MessageTooLarge", "NotAccepted", "NotSendable", "RemoteError", "SimulationError"]
 __all__ += ["Delivered", "Ended", "Event", "Journal", "JournalReader", "Recorded", "Started", "Tap", "read_journal"]
-__all__ += ["Faults", "SimulatedCrash", "SimulatedKill", "Simulation", "for_each_seed"]
-__all__ += ["Logger", "get_logger"]
+__all__ += ["Faults", "SimulatedCrash", "SimulatedKill", "Simulation", "for_each_seed", "Logger", "get_logger"]

@@ -80,6 +80,9 @@ class Context(Protocol[M_contra]):
     def dismiss(self, role: Role[Never], *, drop: bool = False) -> None:
         """Stop an actor of the running system; see `System.dismiss`."""
 
+    def kill(self, role: Role[Never], reason: str) -> None:
+        """End the present life of an actor as a crash; see `System.kill`."""
+
 
 @dataclass(frozen=True)
 class Role(Generic[M_contra]):
@@ -113,6 +116,8 @@ class Role(Generic[M_contra]):
 class InLoop:
     """The actor lives in its system's event loop: the default, and by far the fastest."""
 
+    message_bytes_max = 0  # nothing crosses
+
 
 @dataclass(frozen=True)
 class OnThread:
@@ -144,8 +149,7 @@ class Part(Generic[M_contra]):
     placement: Placement = field(default_factory=InLoop)
 
     def __post_init__(self) -> None:
-        name = self.role.name
         if not isinstance(self.fate, Fate):
-            raise TypeError(f"the fate of {name!r} must be a Fate, not {self.fate!r}; others go by their names")
+            raise TypeError(f"the fate of {self.role.name!r} must be a Fate, not {self.fate!r}; others go by name")
         if not isinstance(self.placement, Placement):
-            raise TypeError(f"{name!r} can live InLoop(), OnThread() or InProcess(), not {self.placement!r}")
+            raise TypeError(f"{self.role.name!r} can live InLoop(), OnThread() or InProcess(), not {self.placement!r}")

@@ -1,7 +1,5 @@
 """Time, injected: actors ask their clock, so that a simulator can own it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

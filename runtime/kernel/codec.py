@@ -3,20 +3,19 @@
 Knows types and bytes. What an address's id means, and where bytes go, is its user's business.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from types import UnionType
-from typing import TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import TypeAlias, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from cuelight.kernel.errors import NotAccepted, NotSendable
 from cuelight.kernel.ref import Address
 
-T = TypeVar("T")
-
 AddressId: TypeAlias = str | int
+AddressFinder: TypeAlias = Callable[[AddressId, tuple[type, ...]], Address[object]]
+"""Gives the address of an id, which takes messages of these types. May raise LookupError."""
+
 Name: TypeAlias = str
 """`module:qualified name` of a type."""
 
@@ -60,10 +59,8 @@ def members(protocol: object) -> Iterator[tuple[type, object]]:
     if get_origin(protocol) in (UnionType, Union):
         for member in get_args(protocol):
             yield from members(member)
-    else:
-        kind = get_origin(protocol) or protocol
-        if isinstance(kind, type):
-            yield kind, protocol
+    elif isinstance(kind := get_origin(protocol) or protocol, type):
+        yield kind, protocol
 
 
 def _field_hints(kind: type) -> list[object]:
@@ -88,7 +85,7 @@ class Codec:
         self,
         types: dict[Name, type],
         to_id: Callable[[Address[object]], AddressId],
-        to_address: Callable[[AddressId, tuple[type, ...]], Address[object]],
+        to_address: AddressFinder,
     ) -> None:
         self._types = types
         self._to_address = to_address
@@ -128,5 +125,8 @@ class Codec:
 
     def _decode_other(self, hint: type, value: object) -> object:
         if _is_address(hint) and isinstance(value, str | int):
-            return self._to_address(value, tuple(kind for arg in get_args(hint) for kind, _ in members(arg)))
+            try:
+                return self._to_address(value, tuple(kind for arg in get_args(hint) for kind, _ in members(arg)))
+            except LookupError:
+                pass  # it is no id
         raise NotSendable(f"{hint} cannot be decoded")

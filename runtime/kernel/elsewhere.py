@@ -3,8 +3,6 @@
 Runs on a thread, or as the whole of a child process, which knows nothing but what its parent sends it first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os
@@ -12,11 +10,10 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import spawn
 from typing import Final, Never
@@ -24,33 +21,18 @@ from typing import Final, Never
 import uvloop
 
 from cuelight.kernel import wire
-from cuelight.kernel.actor import InLoop, Part, Role
+from cuelight.kernel.actor import InLoop, Role
 from cuelight.kernel.codec import AddressId
 from cuelight.kernel.errors import ActorCrashed, shown
 from cuelight.kernel.events import Delivered, Event
+from cuelight.kernel.placement import Engagement
 from cuelight.kernel.ref import Ref
 from cuelight.kernel.stage import Seat
 from cuelight.kernel.supervision import Fate
 from cuelight.kernel.system import System
 
-_DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG, prctl(2)
-
 _WORDS_MAX: Final = 32_000
 """Of an error and of its traceback, in characters."""
-
-preparing = threading.Event()
-"""Set while this child imports its parent's main module: nothing may be started from there."""
-
-
-@dataclass(frozen=True)
-class Engagement:
-    """All that the far side must know of one life."""
-
-    part: Part[object]
-    cast: tuple[Role[object], ...]
-    seed: int
-    bytes_max: int
-    slow_handler_seconds: float
 
 
 class _Afar(str):
@@ -71,16 +53,17 @@ class _Elsewhere(System):
         here = replace(role, capacity=role.capacity + wire.WINDOW)
         part = replace(engagement.part, role=here, fate=Fate(), placement=InLoop())
         super().__init__([part], tap=self._count, slow_handler_seconds=engagement.slow_handler_seconds)
-        self._name = role.name
+        packer = wire.Packer(engagement.cast, engagement.part.placement.message_bytes_max)
+        self._role = role
         self._engagement = engagement
         self._on_lost = on_lost
         self._begun = [0, 0]
         self._watchers: dict[str, set[Seat]] = {}
         """Of those who were spawned here, who watches whom at the other end."""
-        self.wire = wire.Wire(wire.Packer(engagement.cast, engagement.bytes_max), self.known, self)
+        self.wire = wire.Wire(packer, self.known, self)
         self._others: dict[str, Ref[object]] = {}
         for each in engagement.cast:
-            if each.name != self._name:
+            if each.name != self._role.name:
                 self._others[each.name] = Ref(each.name, partial(self.wire.tell, each.name, each.message_types()))
 
     def known(self, name: str) -> Ref[object] | None:
@@ -96,38 +79,45 @@ class _Elsewhere(System):
         if name not in self._others:
             super().watch(watcher, name)
             return
-        is_own = watcher.name == self._name
+        is_own = watcher.name == self._role.name
         if not is_own:
             self._watchers[name] = {each for each in self._watchers.get(name, ()) if not each.is_over} | {watcher}
         self.wire.call("watch", name, is_own)
 
     def dismiss(self, role: Role[Never], *, drop: bool = False) -> None:
         """Here or at the other end, where the actor's own seat is too."""
-        if role.name not in self._others and role.name != self._name:
+        if role.name not in self.wire.packer.names:
             super().dismiss(role, drop=drop)
             return
         self.wire.call("dismiss", role.name, drop)
-        if drop and role.name == self._name:
+        if drop and role.name == self._role.name:
             self.hear_stop(drop)
+
+    def kill(self, role: Role[Never], reason: str) -> None:
+        """Here or at the other end, but for the actor itself at both."""
+        if role.name in self.wire.packer.names:
+            self.wire.call("kill", role.name, reason)
+        if role.name not in self._others:
+            super().kill(role, reason)
 
     def report_slow(self, actor: str, message_type: str, seconds: float) -> None:
         """Reported where the system's opener sees it."""
         self.wire.call("slow", actor, message_type, seconds)
 
     def _report_crash(self, crash: ActorCrashed) -> None:
-        if crash.actor != self._name:
+        if crash.actor != self._role.name:
             super()._report_crash(crash)
 
     def seed_of(self, seat: Seat) -> int:
         """The actor's was drawn at the other end."""
-        return self._engagement.seed if seat.name == self._name else super().seed_of(seat)
+        return self._engagement.seed if seat.name == self._role.name else super().seed_of(seat)
 
     def _count(self, event: Event) -> None:
         """A message that was handed over is begun, so there is room for another one."""
         if isinstance(event, Delivered) and isinstance(event.sender, _Afar):
             if not any(self._begun):
                 asyncio.get_running_loop().call_soon(self._acknowledge)
-            self._begun[self._seats[self._name].mailbox.is_urgent(type(event.message))] += 1
+            self._begun[type(event.message) in self._role.urgent] += 1
 
     def _acknowledge(self) -> None:
         if any(self._begun):
@@ -138,12 +128,16 @@ class _Elsewhere(System):
         """The actor is to stop, when all that was handed over is handled (with `drop`, at once)."""
         self._closing.set()
         if drop:
-            self._give_up(self._seats[self._name])
+            self._give_up(self._seats[self._role.name])
+
+    def hear_strike(self) -> None:
+        """This life must end as a crash, when the present handler has returned."""
+        super().kill(self._role, "")
 
     def told(self, to: AddressId, sender: str, message: object, /) -> None:
         """The other end has a message for the actor, news for those who watch, or an answer."""
-        if to == self._name:
-            self._seats[self._name].mailbox.post(message, _Afar(sender))
+        if to == self._role.name:
+            self._seats[self._role.name].mailbox.post(message, _Afar(sender))
         elif isinstance(to, str):
             for watcher in self._watchers.get(to, ()):
                 watcher.mailbox.post(message, sender)
@@ -152,7 +146,7 @@ class _Elsewhere(System):
 
     def failed(self, message_type: str, error: Exception, /) -> None:
         """A spawned actor, or an answer's address, refused what it was told: its sender is at the other end."""
-        self._fail(self._seats[self._name], ActorCrashed(self._name, message_type, error))
+        self._fail(self._seats[self._role.name], ActorCrashed(self._role.name, message_type, error))
 
     def lost(self) -> None:
         """The other end is gone, or has given this life up."""
@@ -166,13 +160,13 @@ class _Elsewhere(System):
         end = wire.Call("stopped", ())
         try:
             async with self:
-                self.wire.call("ready")
+                self.wire.call("begun", 0, 0)
                 await self._closing.wait()
         except ActorCrashed as crash:
             assert crash.__cause__ is not None
             end = _last_words(crash.message_type, crash.__cause__)
         self._acknowledge()
-        self.wire.send(end)
+        self.wire.write(wire.encoded(end))
         self._on_lost = lambda: None
         await self.wire.finish()
 
@@ -199,9 +193,7 @@ def main(descriptor: int) -> None:
     try:
         with connection.makefile("rb") as words:
             _die_with(pickle.load(words))
-            preparing.set()
             spawn.prepare(pickle.load(words))
-            preparing.clear()
             engagement = pickle.load(words)
     except BaseException as error:
         with suppress(OSError):  # the parent is gone
@@ -214,6 +206,6 @@ def _die_with(parent: int) -> None:
     """Be killed when the parent dies, even if this process is too busy to notice that the connection is lost."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)

@@ -8,10 +8,7 @@
   - AskTimeout       no answer before the deadline
   - ActorStopped     asked an actor that has stopped for good
   - ActorCrashed     a constructor, hook or handler raised, or the actor's process died; the cause is chained
-  - JournalError     a file that is no journal, or that this program cannot read
 """
-
-from __future__ import annotations
 
 
 class KernelError(Exception):
@@ -63,22 +60,15 @@ class ActorCrashed(KernelError):
         self.message_type = message_type
         self.__cause__ = error
 
-    def __reduce__(self) -> tuple[type[ActorCrashed], tuple[str, str, BaseException | None]]:
+    def __reduce__(self) -> tuple[type["ActorCrashed"], tuple[str, str, BaseException | None]]:
         return type(self), (self.actor, self.message_type, self.__cause__)
 
 
 class RemoteError(KernelError):
-    """What an actor raised on another thread or in another process, with its traceback there; or how that died."""
+    """What an actor raised on another thread or in another process, with its traceback there; or how its life ended."""
 
     def __init__(self, error: str, trace: str = "") -> None:
         super().__init__(error)
         self.trace = trace
         if trace:
             self.add_note(trace)
-
-    def __reduce__(self) -> tuple[type[RemoteError], tuple[str, str]]:
-        return type(self), (str(self), self.trace)
-
-
-class JournalError(KernelError):
-    """The file is no journal, was written by another version, or does not hold what is asked of it."""

@@ -1,15 +1,9 @@
 """What a tap sees: the beginning and the end of every life, and every delivery between them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeAlias
 
 import msgspec
-
-from cuelight.kernel.log import get_logger
-
-log = get_logger("cuelight.kernel")
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -46,19 +40,3 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 Event: TypeAlias = Started | Delivered | Ended
 Tap: TypeAlias = Callable[[Event], None]
-
-
-def guarded(tap: Tap) -> Tap:
-    """The tap, kept from doing the actors harm: an error of its own is logged once, and then it sees no more."""
-    is_broken = False
-
-    def see(event: Event) -> None:
-        nonlocal is_broken
-        try:
-            if not is_broken:
-                tap(event)
-        except Exception as error:
-            is_broken = True
-            log.error("tap_failed", exc_info=error)
-
-    return see

@@ -20,11 +20,11 @@ from typing import Final, Self
 import msgspec
 
 from cuelight.kernel.codec import AddressId, Codec, type_name
-from cuelight.kernel.errors import JournalError, NotSendable
+from cuelight.kernel.errors import NotSendable
 from cuelight.kernel.events import Delivered, Ended, Event, Started
-from cuelight.kernel.log import get_logger
-from cuelight.kernel.records import LAST_RECORD, MAGIC, Record, Recorded, encode_header, encode_record
+from cuelight.kernel.records import LAST_RECORD, MAGIC, JournalError, Record, Recorded, encode_header, encode_record
 from cuelight.kernel.ref import Address, Ref
+from cuelight.log import get_logger
 
 if sys.platform != "win32":
     import fcntl

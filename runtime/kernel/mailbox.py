@@ -4,8 +4,6 @@ Two lanes: urgent messages overtake the others. Within a lane the order of arriv
 a message belongs in that message's lane.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -145,10 +143,6 @@ class Mailbox:
             self.urgent.clear()
             self.ordinary.clear()
         self.wake()
-
-    def is_urgent(self, kind: type) -> bool:
-        """Whether messages of this type overtake others."""
-        return self._lanes.get(kind) is self.urgent
 
     def __len__(self) -> int:
         return len(self.urgent) + len(self.ordinary)

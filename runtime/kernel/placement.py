@@ -1,7 +1,5 @@
 """The near side of a placement: hands an actor's messages over to where it lives, and knows when that is no more."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os
@@ -13,21 +11,21 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import anyio
 
-from cuelight.kernel import elsewhere, wire
-from cuelight.kernel.actor import InLoop, InProcess, Role
-from cuelight.kernel.clock import Clock
+from cuelight.kernel import wire
+from cuelight.kernel.actor import InProcess, Part, Role
 from cuelight.kernel.codec import AddressId, reachable
 from cuelight.kernel.errors import ActorCrashed, KernelError, NotSendable, RemoteError
 from cuelight.kernel.events import Delivered
-from cuelight.kernel.mailbox import OWN, Mailbox
-from cuelight.kernel.stage import Seat
-from cuelight.kernel.system import System
+from cuelight.kernel.stage import Life, Seat, Stage
+from cuelight.kernel.supervision import Terminated
 
 _LINGER_SECONDS = 5.0
 """For what a process does at its exit once its actor's life is over."""
@@ -38,85 +36,77 @@ _LAST_WORDS_SECONDS = 1.0
 _CHILD = "import sys; sys.path[:] = {path!r}; from cuelight.kernel.elsewhere import main; main({descriptor})"
 
 
-def prepare(system: System, seat: Seat) -> None:
+@dataclass(frozen=True)
+class Engagement:
+    """All that the far side must know of one life."""
+
+    part: Part[object]
+    cast: tuple[Role[object], ...]
+    seed: int
+    slow_handler_seconds: float
+
+
+def prepare(stage: Stage, seat: Seat) -> None:
     """Have messages to this seat's actor made ready at their senders.
 
     Raises NotSendable for a part that cannot live where it should, and KernelError where nobody may be started.
     """
-    engagement = _engagement(system, seat, seed=0)
+    engagement = Engagement(seat.part, tuple(stage.roles()), 0, stage.slow_handler_seconds)
     if isinstance(seat.part.placement, InProcess):
-        if elsewhere.preparing.is_set():
-            guard = "if __name__ == '__main__':"
-            raise KernelError(f"a child imports this main module, which starts a system: guard it: {guard}")
-        if _needs_main(_pickled(engagement)) and not _main_module():
-            raise NotSendable(f"{seat.name!r} was defined at a prompt; a process can only import what a file defines")
+        _introduction(engagement)
     reachable(role.accepts for role in engagement.cast)
-    seat.mailbox.pack = wire.Packer(engagement.cast, engagement.bytes_max).pack
+    seat.mailbox.pack = wire.Packer(engagement.cast, seat.part.placement.message_bytes_max).pack
 
 
-class Placed:
+class Placed(Life):
     """One life of an actor that lives on a thread or in a process of its own."""
 
-    def __init__(self, system: System, seat: Seat, seed: int) -> None:
-        self._system = system
-        self._seat = seat
-        self._engagement = engagement = _engagement(system, seat, seed)
-        packer = wire.Packer(engagement.cast, engagement.bytes_max)  # others may have joined
+    def __init__(self, stage: Stage, seat: Seat) -> None:
+        super().__init__(stage, seat)
+        self._engagement = Engagement(seat.part, tuple(stage.roles()), self.seed, stage.slow_handler_seconds)
+        packer = wire.Packer(self._engagement.cast, seat.part.placement.message_bytes_max)  # others may have joined
         seat.mailbox.pack = packer.pack
-        self._wire = wire.Wire(packer, system.known, self)
-        self._guests = Seat(seat.part, _Onward(seat, system.clock, self._wire))
-        """Those whom this life has spawned, as they watch others."""
-        self._guests.name = f"those with {seat.name}"
+        self._wire = wire.Wire(packer, stage.known, self)
+        self._guests = _Guests(seat, self._wire)
+        self._mailbox = seat.mailbox
         self._handed_over = deque[tuple[float, str, wire.Packed]](), deque[tuple[float, str, wire.Packed]]()
         """What has not been begun, ordinary and urgent."""
-        self._opened = asyncio.Event()
-        """It is ready, or will not be."""
-        self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """How the thread or process has ended."""
-        self._crash: ActorCrashed | None = None
-        self._is_orderly = False
-        """What has not been begun is known."""
-        self._is_expected = False
-        """The end of the thread or process is no crash."""
+        self.hear_slow = stage.report_slow
+        self._is_ready = False
+        self._is_parted = False
+        """Its last word has come, or is not waited for: what has not been begun is known, and its end is no crash."""
         self._kill: Callable[[], object] = lambda: None
 
-    async def open(self) -> None:
-        """Begin the life. Raises ActorCrashed; nothing is left running then, nor when this is cancelled."""
+    async def open(self) -> Self:
+        """Begin the life. Raises ActorCrashed."""
         try:
-            near, introduction = self._launch()
+            await self._launch()
         except (OSError, RuntimeError, KernelError) as error:  # no descriptor, process or thread is to be had
-            self.ended("it was not begun")
             raise ActorCrashed(self._seat.name, "construction", error) from error
-        try:
-            await self._wire.connect(near)
-            self._wire.write(introduction)
-            await self._opened.wait()
-            if self._wire.over.is_set() or self.end.done():
-                await self._see_out()
-            if self._crash is not None:
-                raise self._crash
-        except BaseException:
-            self.kill()
-            with anyio.CancelScope(shield=True):
-                await asyncio.wait([self.end])
-            raise
+        while not self._is_ready and not self._is_ending():
+            await self._mailbox.wait(for_more=True)
+        if self._is_ending():
+            await self._see_out()
+        return self
 
-    def _launch(self) -> tuple[socket.socket, bytes]:
-        """Start the thread or process. Gives this end of the connection, and what to send first."""
-        near, far = socket.socketpair()
-        wait: Callable[[], str | None] = partial(elsewhere.live, far, self._engagement)
-        introduction = b""
-        try:
+    async def _launch(self) -> None:
+        """Start the thread or process, with a connection to it."""
+        from cuelight.kernel.elsewhere import live  # which has a system of its own
+
+        with ExitStack() as undo:
+            undo.callback(self.ended, "it was not begun")
+            near, far = socket.socketpair()
+            undo.enter_context(far)
+            await self._wire.connect(near)
+            wait: Callable[[], str | None] = partial(live, far, self._engagement)
             if isinstance(self._seat.part.placement, InProcess):
-                child, introduction = _started(far, self._engagement)
+                self._wire.write(_introduction(self._engagement))
+                child = _started(far)
                 self._kill, wait = child.kill, partial(_death, child)
-            name = f"cuelight {self._seat.name}"
-            threading.Thread(target=self._watch, args=(wait,), name=name, daemon=True).start()
-        except BaseException:
-            near.close()
-            far.close()
-            raise
-        return near, introduction
+            threading.Thread(target=self._watch, args=(wait,), name=f"cuelight {self._seat.name}", daemon=True).start()
+            undo.pop_all()
 
     def _watch(self, wait: Callable[[], str | None]) -> None:
         how = None
@@ -124,162 +114,158 @@ class Placed:
             how = wait()
         finally:
             with suppress(RuntimeError):  # the loop was closed without stopping the system
-                self.end.get_loop().call_soon_threadsafe(self.ended, how or "its thread ended")
+                self.gone.get_loop().call_soon_threadsafe(self.ended, how or "its thread ended")
 
     async def perform(self) -> None:
         """Hand messages over until the mailbox is closed and empty, or the seat is to be left. Raises ActorCrashed."""
-        mailbox = self._seat.mailbox
-        while not self._wire.over.is_set() and not self.end.done():
-            if self._seat.is_leaving or (mailbox.closed and not len(mailbox)):
-                self._wire.call("stop", mailbox.is_dropped)
-            elif len(mailbox) and sum(map(len, self._handed_over)) < wire.WINDOW:
+        while not self._is_ending():
+            if self.is_leaving or (self._mailbox.closed and not len(self._mailbox)):
+                self._wire.call("stop", self._mailbox.is_dropped)
+            elif len(self._mailbox) and sum(map(len, self._handed_over)) < wire.WINDOW:
                 self._hand_over()
                 continue
-            await mailbox.wait(for_more=True)
+            await self._mailbox.wait(for_more=True)
         await self._see_out()
-        # What was handed over and never begun goes back after a crash in order; else nobody knows, and it is lost.
-        for lane, entries in zip((mailbox.ordinary, mailbox.urgent), self._handed_over, strict=True):
-            mailbox.give_back(lane, entries, lost=not self._is_orderly)
-        if self._crash is not None:
-            raise self._crash
+
+    def _is_ending(self) -> bool:
+        return self.crash is not None or self._wire.over.is_set() or self.gone.done()
 
     def _hand_over(self) -> None:
-        mailbox = self._seat.mailbox
-        arrived, sender, message = mailbox.take()
+        arrived, sender, message = self._mailbox.take()
         # What the kernel itself posts has not been packed by a sender.
         packed = message if isinstance(message, wire.Packed) else self._wire.packer.pack(message)
-        self._handed_over[mailbox.is_urgent(type(packed.message))].append((arrived, sender, packed))
+        self._handed_over[type(packed.message) in self._seat.part.role.urgent].append((arrived, sender, packed))
         self._wire.say(self._seat.name, sender, packed)
 
     async def _see_out(self) -> None:
-        """Wait until the thread or process is no more, and what it has sent is heard."""
-        if not self.end.done():  # but the connection is over, so whatever still lives there must not for long
-            await asyncio.wait([self.end], timeout=_LINGER_SECONDS)
-            if not self.end.done():
-                self._kill()
-            await asyncio.wait([self.end])
-        if not self._is_expected:
+        """Wait until the thread or process is no more, and what it has sent is heard. Raises ActorCrashed."""
+        if self.crash is not None and not self._is_parted:
+            self._wire.call("strike")  # a thread hears it between two turns of its loop
+            self._kill()
+        # Else its last word has come or the connection is over, so whatever still lives there must not for long.
+        await asyncio.wait([self.gone], timeout=_LINGER_SECONDS)
+        self._kill()
+        await asyncio.wait([self.gone])
+        if not self._is_parted:
             with anyio.move_on_after(_LAST_WORDS_SECONDS):
                 await self._wire.over.wait()
-        if not self._is_expected:  # as it may have said by now
-            self._fail(ActorCrashed(self._seat.name, "", RemoteError(self.end.result())))
-        self._wire.close()
+        # What was handed over and never begun goes back after a crash in order; else nobody knows, and it is lost.
+        for lane, entries in zip((self._mailbox.ordinary, self._mailbox.urgent), self._handed_over, strict=True):
+            self._mailbox.give_back(lane, entries, lost=not self._is_parted)
+        if not self._is_parted:
+            self.strike(ActorCrashed(self._seat.name, "", RemoteError(self.gone.result())))
+        if self.crash is not None:
+            raise self.crash
 
-    def hear_ready(self) -> None:
-        """The actor has been built."""
-        self._opened.set()
-
-    def hear_begun(self, *counts: int) -> None:
-        """So many of the messages that were handed over, by lane, have been begun since the last time."""
-        for lane, count in zip(self._handed_over, counts, strict=True):
-            for _ in range(count):
-                _, sender, packed = lane.popleft()
-                if self._system.tap is not None:
-                    self._system.tap(Delivered(self._system.clock.now(), sender, self._seat.name, packed.message))
-        self._seat.mailbox.wake()
-
-    def hear_watch(self, name: str, is_own: bool) -> None:
-        """The actor watches this one, or somebody whom it has spawned does."""
-        self._system.watch(self._seat if is_own else self._guests, name)
-
-    def hear_dismiss(self, name: str, drop: bool) -> None:
-        """The actor wants this one to stop, itself or another."""
-        if self._system.known(name) is not None:  # else it has gone meanwhile
-            self._system.dismiss(Role(name, object, 1), drop=drop)
-
-    def hear_slow(self, actor: str, message_type: str, seconds: float) -> None:
-        """A handler, the actor's own or that of one it has spawned, took that long."""
-        self._system.report_slow(actor, message_type, seconds)
-
-    def hear_crashed(self, message_type: str, error: str, trace: str) -> None:
-        """The actor raised, and its life is over."""
-        self._is_orderly = self._crash is None
-        self._fail(ActorCrashed(self._seat.name, message_type, RemoteError(error, trace)))
-
-    def hear_stopped(self) -> None:
-        """The actor has stopped in order, and its life is over."""
-        self._is_expected = True
-
-    def told(self, to: AddressId, _sender: str, message: object, /) -> None:
-        """The actor tells somebody here something."""
-        self._system.moment.acting = self._seat.name
-        try:
-            self._wire.address(to).tell(message)
-        finally:
-            self._system.moment.acting = ""
-
-    def failed(self, message_type: str, error: Exception, /) -> None:
-        """What the actor said could not be handed on: that is its crash, as at home."""
-        self._fail(ActorCrashed(self._seat.name, message_type, error))
-        self.kill()
-
-    def _fail(self, crash: ActorCrashed) -> None:
-        self._crash = self._crash or crash
-        self._opened.set()
-
-    def lost(self) -> None:
-        """The connection is over."""
-        while self._guests.watched:
-            del self._guests.watched.pop().watchers[self._guests.name]
-        self._opened.set()
-        self._seat.mailbox.wake()
-
-    def ended(self, how: str) -> None:
-        """The thread or process is no more, or is to be waited for no longer."""
-        if not self.end.done():
-            self.end.set_result(how)
-        self._opened.set()
-        self._seat.mailbox.wake()
-
-    def kill(self) -> None:
-        """End a process at once, and a thread when its handler returns. This is no crash."""
-        self._is_expected = True
+    def end(self, *, drop: bool) -> None:
+        """End a process at once, and a thread when its handler returns."""
         self._wire.close()
         self._kill()
 
+    def ended(self, how: str) -> None:
+        """The thread or process is no more, or is to be waited for no longer."""
+        if not self.gone.done():
+            self.gone.set_result(how)
+        self._mailbox.wake()
 
-class _Onward(Mailbox):
-    """Passes on what the kernel tells those who watch from elsewhere."""
+    def hear_begun(self, *counts: int) -> None:
+        """The actor is there, and has begun so many more of the messages that were handed over, by lane."""
+        self._is_ready = True
+        for lane, count in zip(self._handed_over, counts, strict=True):
+            for _ in range(count):
+                _, sender, packed = lane.popleft()
+                if self._stage.tap is not None:
+                    self._stage.tap(Delivered(self._stage.clock.now(), sender, self._seat.name, packed.message))
+        self._mailbox.wake()
 
-    def __init__(self, seat: Seat, clock: Clock, to: wire.Wire) -> None:
-        super().__init__(seat.part.role, clock)
+    def hear_watch(self, name: str, is_own: bool) -> None:
+        """The actor watches this one, or somebody whom it has spawned does."""
+        self._stage.watch(self._seat if is_own else self._guests, name)
+
+    def hear_dismiss(self, name: str, drop: bool) -> None:
+        """The actor wants this one to stop, itself or another."""
+        if self._stage.known(name) is not None:  # else it has gone meanwhile
+            self._stage.dismiss(Role(name, object, 1), drop=drop)
+
+    def hear_kill(self, name: str, reason: str) -> None:
+        """The actor wants this one's life to end, its own or another's."""
+        self._stage.kill(Role(name, object, 1), reason)
+
+    def hear_crashed(self, message_type: str, error: str, trace: str) -> None:
+        """The actor raised, and its life is over."""
+        self._is_parted = True
+        self.strike(ActorCrashed(self._seat.name, message_type, RemoteError(error, trace)))
+
+    def hear_stopped(self) -> None:
+        """The actor has stopped in order, and its life is over."""
+        self._is_parted = True
+
+    def told(self, to: AddressId, _sender: str, message: object, /) -> None:
+        """The actor tells somebody here something."""
+        self._stage.moment.acting = self._seat.name
+        try:
+            self._wire.address(to).tell(message)
+        finally:
+            self._stage.moment.acting = ""
+
+    def failed(self, message_type: str, error: Exception, /) -> None:
+        """What the actor said could not be handed on: that is its crash, as at home."""
+        self.strike(ActorCrashed(self._seat.name, message_type, error))
+        self._wire.close()
+
+    def lost(self) -> None:
+        """The connection is over."""
+        self._guests.forget()
+        self._mailbox.wake()
+
+
+class _Guests(Seat):
+    """Those whom a life elsewhere has spawned there, as they watch others."""
+
+    def __init__(self, host: Seat, to: wire.Wire) -> None:
+        super().__init__(host.part, host.mailbox)
+        self.name = f"those with {host.name}"
         self._wire = to
 
-    def post(self, message: object, sender: str = OWN) -> None:
-        self._wire.say(sender, sender, self._wire.packer.pack(message))
+    def hear(self, news: Terminated) -> None:
+        self._wire.say(news.actor, news.actor, self._wire.packer.pack(news))
 
 
-def _engagement(system: System, seat: Seat, seed: int) -> elsewhere.Engagement:
-    placement = seat.part.placement
-    assert not isinstance(placement, InLoop)
-    slow = system.slow_handler_seconds
-    return elsewhere.Engagement(seat.part, tuple(system.roles()), seed, placement.message_bytes_max, slow)
-
-
-def _needs_main(payload: bytes) -> bool:
-    return b"__main__" in payload or b"__mp_main__" in payload
-
-
-def _pickled(engagement: elsewhere.Engagement) -> bytes:
+def _introduction(engagement: Engagement) -> bytes:
+    """What a child process is sent first. Raises NotSendable for a part that no other process can import."""
+    name = engagement.part.role.name
+    if sys.modules.get("__mp_main__", sys.modules["__main__"]) is not sys.modules["__main__"]:  # it is being imported
+        raise KernelError("a child imports this main module, which starts a system: guard it by __name__ == '__main__'")
     try:
-        return pickle.dumps(engagement)
+        payload = pickle.dumps(engagement)
     except Exception as error:  # pickle lets through whatever the objects raise
-        reason = f"the part of {engagement.part.role.name!r} cannot be imported by another process: {error}"
+        reason = f"the part of {name!r} cannot be imported by another process: {error}"
         raise NotSendable(f"{reason}; build must be a function at the top of a module, or a partial of one") from error
+    preparation: dict[str, object] = {"name": f"cuelight {name}", "sys_argv": sys.argv}
+    if b"__main__" in payload or b"__mp_main__" in payload:  # else its code is not to run again
+        preparation |= _main_module(name)
+    return b"".join(map(pickle.dumps, (os.getpid(), preparation))) + payload
 
 
-def _started(far: socket.socket, engagement: elsewhere.Engagement) -> tuple[subprocess.Popen[bytes], bytes]:
-    """A fresh interpreter that inherits one socket, output and errors, and no input; and what to send it first."""
-    payload = _pickled(engagement)
-    preparation: dict[str, object] = {"name": f"cuelight {engagement.part.role.name}", "sys_argv": sys.argv}
-    if _needs_main(payload):  # importing it runs its code again: only where the actor comes from there
-        preparation |= _main_module()
+def _main_module(name: str) -> dict[str, object]:
+    """Where `multiprocessing.spawn.prepare` is to find this program's main module. Raises NotSendable."""
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None:
+        return {"init_main_from_name": main.__spec__.name}
+    path = getattr(main, "__file__", None)
+    if path is None or not Path(path).exists():
+        raise NotSendable(f"{name!r} was defined at a prompt; a process can only import what a file defines")
+    return {"init_main_from_path": path}
+
+
+def _started(far: socket.socket) -> subprocess.Popen[bytes]:
+    """A fresh interpreter that inherits one socket, output and errors, and no input."""
     path = [each for each in sys.path if isinstance(each, str)]  # the import system passes over anything else
     # Above those that are to be its output and errors, which this process may have closed.
     with far, socket.socket(fileno=fcntl.fcntl(far, fcntl.F_DUPFD_CLOEXEC, 3)) as connection:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until it can ignore an interrupt
         try:
-            child = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-c", _CHILD.format(path=path, descriptor=connection.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=_inherited(1),
@@ -288,15 +274,6 @@ def _started(far: socket.socket, engagement: elsewhere.Engagement) -> tuple[subp
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return child, b"".join(map(pickle.dumps, (os.getpid(), preparation))) + payload
-
-
-def _death(child: subprocess.Popen[bytes]) -> str:
-    """Wait for it."""
-    if (status := child.wait()) >= 0:
-        return f"its process exited with status {status}"
-    names = {each.value: each.name for each in signal.Signals}  # a real-time signal has none
-    return f"its process was killed by {names.get(-status, f'signal {-status}')}"
 
 
 def _inherited(descriptor: int) -> int | None:
@@ -307,10 +284,9 @@ def _inherited(descriptor: int) -> int | None:
     return subprocess.DEVNULL
 
 
-def _main_module() -> dict[str, object]:
-    """Where `multiprocessing.spawn.prepare` is to find this program's main module; empty where no file defines it."""
-    main = sys.modules["__main__"]
-    if main.__spec__ is not None:
-        return {"init_main_from_name": main.__spec__.name}
-    path = getattr(main, "__file__", None)
-    return {"init_main_from_path": path} if path is not None and Path(path).exists() else {}
+def _death(child: subprocess.Popen[bytes]) -> str:
+    """Wait for it."""
+    if (status := child.wait()) >= 0:
+        return f"its process exited with status {status}"
+    names = {each.value: each.name for each in signal.Signals}  # a real-time signal has none
+    return f"its process was killed by {names.get(-status, f'signal {-status}')}"

@@ -16,7 +16,7 @@ from typing import BinaryIO, Final, TypeAlias
 import msgspec
 
 from cuelight.kernel.codec import Name
-from cuelight.kernel.errors import JournalError
+from cuelight.kernel.errors import KernelError
 from cuelight.kernel.events import Ended, Started
 
 MAGIC: Final = b"cuelight journal"
@@ -24,6 +24,10 @@ VERSION: Final = 1
 
 _HEAD: Final = struct.Struct("<II")
 _ABOUT, _STARTED, _DELIVERED, _ENDED, _CLOSED = (bytes([kind]) for kind in range(5))
+
+
+class JournalError(KernelError):
+    """The file is no journal, was written by another version, or does not hold what is asked of it."""
 
 
 class Recorded(msgspec.Struct, frozen=True, array_like=True):

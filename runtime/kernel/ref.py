@@ -1,13 +1,11 @@
 """Addresses of actors, and the one way to await an answer from outside them."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable
 from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
 
-from cuelight.kernel.clock import Clock, LoopClock, Timer
+from cuelight.kernel.clock import Clock, LoopClock
 from cuelight.kernel.errors import ActorStopped, AskTimeout
 
 M = TypeVar("M")
@@ -81,34 +79,32 @@ class Deadlines:
         self._clock = clock
         self.due: dict[asyncio.Future[object], float] = {}
         """Those that wait. Whoever waits no longer takes itself away."""
-        self._timer: Timer | None = None
-        self._timer_due = math.inf
+        self._cancel: Callable[[], object] = lambda: None
+        self._next_look = math.inf
 
     def add(self, future: asyncio.Future[object], seconds: float) -> None:
         """Give it `AskTimeout` so long from now, or a few milliseconds later, unless it is taken away before."""
         due = self.due[future] = self._clock.now() + seconds
-        if due < self._timer_due:
-            self._look_later(seconds, due)
+        if due < self._next_look:
+            self._look_at(due)
 
     def close(self) -> None:
         """Leave no timer behind where nothing waits."""
-        if self._timer is not None and not self.due:
-            self._timer.cancel()
+        if not self.due:
+            self._cancel()
 
-    def _look_later(self, seconds: float, due: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer, self._timer_due = self._clock.call_later(seconds, self._look), due
+    def _look_at(self, seconds: float) -> None:
+        self._cancel()
+        self._next_look = seconds
+        self._cancel = self._clock.call_later(seconds - self._clock.now(), self._look).cancel
 
     def _look(self) -> None:
-        now = self._clock.now()
+        now, self._next_look = self._clock.now(), math.inf
         for future, due in self.due.items():
             if due <= now and not future.done():
                 future.set_exception(AskTimeout)
-        self._timer, self._timer_due = None, math.inf
         if (earliest := min((due for due in self.due.values() if due > now), default=math.inf)) < math.inf:
-            seconds = max(earliest - now, PAUSE_SECONDS)
-            self._look_later(seconds, now + seconds)
+            self._look_at(max(earliest, now + PAUSE_SECONDS))
 
 
 async def ask(ref: Ref[M], request: Callable[[Address[A]], M], timeout_seconds: float) -> A:

@@ -111,6 +111,8 @@ class Rehearsed:
 
     def dismiss(self, role: Role[Never], *, drop: bool = False) -> None: ...
 
+    def kill(self, role: Role[Never], reason: str) -> None: ...
+
 
 class Idle:
     """A thread or a timer that does nothing: what it would post is in the recorded inbox."""

@@ -10,12 +10,12 @@ from typing import Final, Never, TypeVar, cast
 from cuelight.kernel.actor import Actor, InLoop, Part, Role
 from cuelight.kernel.clock import Moment
 from cuelight.kernel.codec import AddressId, Codec, Name, reachable, type_name
-from cuelight.kernel.errors import JournalError, NotAccepted, NotSendable
+from cuelight.kernel.errors import NotAccepted, NotSendable
 from cuelight.kernel.events import Ended, Started
-from cuelight.kernel.records import JournalReader, Recorded
+from cuelight.kernel.records import JournalError, JournalReader, Recorded
 from cuelight.kernel.ref import Address, Ref
 from cuelight.kernel.rehearsal import Outside, Rehearsed, Told, Ways, id_of
-from cuelight.kernel.stage import INTERRUPTS
+from cuelight.kernel.stage import Stage
 from cuelight.kernel.supervision import Terminated
 
 M = TypeVar("M")
@@ -157,7 +157,7 @@ class _Rehearsal:
         self._moment.seconds, self._handling = seconds, handling
         try:
             act()
-        except INTERRUPTS:
+        except Stage.interrupts:
             raise
         except BaseException as error:
             self._raised = error

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Never, TypeVar
 
-from cuelight.kernel.actor import Actor, InLoop, Part
+from cuelight.kernel.actor import Actor, InLoop, InProcess, Part
 from cuelight.kernel.clock import Timer
 from cuelight.kernel.errors import ActorCrashed, KernelError
 from cuelight.kernel.events import Delivered, Event, Tap
 from cuelight.kernel.faults import Faults, SimulatedCrash, SimulatedKill, Striker
 from cuelight.kernel.recording import Crossing, History, Ids
-from cuelight.kernel.stage import Seat, Stage
+from cuelight.kernel.stage import Life, Seat, Stage
 from cuelight.kernel.supervision import Verdict
 from cuelight.kernel.turns import Act, Condition, Procedure, Turn, at_once
 from cuelight.kernel.virtual import VirtualClock, VirtualMailbox, VirtualWorker
@@ -172,15 +172,17 @@ class Simulation(Stage):
 
     def _go_on(self, act: Act) -> None:
         """One step of a life: its beginning, one message, or its end."""
-        seat, actor = act.seat, act.seat.actor
+        seat, life = act.seat, act.seat.life
         try:
-            if actor is None:
+            if life is None:
                 self._build(seat)
+            elif life.crash is not None:
+                raise life.crash
             elif not act.is_started:
                 act.is_started = True
-                self._act(seat, self.clock.now(), actor.started, "started")
+                self._act(seat, self.clock.now(), life.actor.started, "started")
             elif len(seat.mailbox):
-                self._deliver(seat, actor)
+                self._deliver(seat, life.actor)
             else:
                 self._leave(act)
         except ActorCrashed as crash:
@@ -188,23 +190,19 @@ class Simulation(Stage):
 
     def _leave(self, act: Act) -> None:
         """End a life in order. Raises ActorCrashed."""
-        actor = act.seat.actor
-        assert actor is not None
+        life = act.seat.life
+        assert life is not None
+        if life.crash is not None:
+            raise life.crash
         if not act.is_started:
-            self._act(act.seat, self.clock.now(), actor.started, "started")
-        self._act(act.seat, self.clock.now(), actor.stopped, "stopped")
+            self._act(act.seat, self.clock.now(), life.actor.started, "started")
+        self._act(act.seat, self.clock.now(), life.actor.stopped, "stopped")
         self._end(act.seat, None)
 
     def _deliver(self, seat: Seat, actor: Actor[object]) -> None:
         message = self._take(seat)
-        try:
-            handle = partial(self._striker.handle, seat, partial(actor.handle, message))
-            self._act(seat, self.clock.now(), handle, type(message).__qualname__)
-        except ActorCrashed as crash:
-            if isinstance(crash.__cause__, SimulatedKill):
-                for _ in range(self._striker.lost_with(seat)):
-                    self._take(seat)
-            raise
+        handle = partial(self._striker.handle, seat, partial(actor.handle, message))
+        self._act(seat, self.clock.now(), handle, type(message).__qualname__)
 
     def _take(self, seat: Seat) -> object:
         _, sender, message = seat.mailbox.take()
@@ -215,7 +213,9 @@ class Simulation(Stage):
     def _end(self, seat: Seat, crash: ActorCrashed | None) -> None:
         if (act := self._acts.pop(seat.name, None)) is not None:
             self._turns.remove(act)
-        is_killed = crash is not None and isinstance(crash.__cause__, SimulatedKill)
+        if is_killed := crash is not None and _is_kill(seat, crash):
+            for _ in range(self._striker.lost_with(seat)):
+                self._take(seat)
         for other in self._seats.values():
             assert isinstance(other.mailbox, VirtualMailbox)
             other.mailbox.sender_ended(seat.name, is_killed=is_killed)
@@ -234,7 +234,7 @@ class Simulation(Stage):
         for name in reversed(verdict.names):
             yield at_once
             if (seat := self._claimed(name, verdict)) is not None and seat.life is not None:
-                seat.is_leaving = True
+                seat.life.leave()
                 try:
                     self._leave(self._acts[name])
                 except ActorCrashed as crash:
@@ -256,7 +256,7 @@ class Simulation(Stage):
             self._striker.build()
             self._build(seat)
         except SimulatedCrash as blow:
-            self._begin_life(seat)
+            Life(self, seat)
             self._end(seat, ActorCrashed(seat.name, "construction", blow))
         except ActorCrashed as crash:
             self._end(seat, crash)
@@ -295,6 +295,12 @@ class Simulation(Stage):
 
     def _has_ended(self, seat: Seat) -> bool:
         return seat.name not in self._acts
+
+
+def _is_kill(seat: Seat, crash: ActorCrashed) -> bool:
+    """Whether a process has died with all that was handed over to it."""
+    is_death = isinstance(crash.__cause__, SimulatedKill) or not crash.message_type
+    return is_death and isinstance(seat.part.placement, InProcess)
 
 
 def for_each_seed(seeds: Iterable[int], trial: Callable[[int], object]) -> None:

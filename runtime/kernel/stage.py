@@ -1,33 +1,24 @@
 """What every driver of actors shares: the seats of a cast, their lives, who watches whom, and what the tap sees."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Never, TypeVar
 from weakref import WeakSet
 
 from cuelight.kernel.actor import Actor, InLoop, Part, Role
 from cuelight.kernel.clock import Clock, Moment, Timer
-from cuelight.kernel.errors import ActorCrashed, NotAccepted
-from cuelight.kernel.events import Ended, Started, Tap, guarded
-from cuelight.kernel.log import get_logger
+from cuelight.kernel.errors import ActorCrashed, NotAccepted, RemoteError
+from cuelight.kernel.events import Ended, Event, Started, Tap
 from cuelight.kernel.mailbox import Mailbox, MailboxStatistics
 from cuelight.kernel.ref import Ref
 from cuelight.kernel.supervision import Terminated, Verdict, judge
 from cuelight.kernel.worker import Worker
+from cuelight.log import get_logger
 
-if TYPE_CHECKING:
-    from cuelight.kernel.placement import Placed
-
-M = TypeVar("M")
-
-INTERRUPTS = (KeyboardInterrupt, SystemExit)
-"""The whole program is to end. Whatever else an actor raises is its crash."""
+M = typing.TypeVar("M")
 
 log = get_logger("cuelight.kernel")
 
@@ -44,46 +35,58 @@ class Seat:
         self.crashes: list[float] = []
         """When, as far back as its fate remembers."""
         self.life: Life | None = None
-        self.actor: Actor[object] | None = None
-        """Of a life that is lived here."""
-        self.placed: Placed | None = None
-        """A life that is lived elsewhere."""
         self.task: asyncio.Task[None] | None = None
         self.restart: Verdict | None = None
         """The restart that is under way and will begin this seat's next life."""
-        self.is_leaving = False
-        """This life must end so that another can begin."""
         self.is_over = False
         """There will be no other life."""
         self.watchers: dict[str, Seat] = {}
         self.watched: set[Seat] = set()
 
+    def hear(self, news: Terminated) -> None:
+        """One whom this one watches has ended."""
+        if not self.mailbox.closed:
+            self.mailbox.post(news, news.actor)
+
+    def forget(self) -> None:
+        """Watch nobody any more."""
+        while self.watched:
+            del self.watched.pop().watchers[self.name]
+
 
 class Life:
     """One life of an actor: its context, and all that must end with it."""
 
-    def __init__(self, stage: Stage, seat: Seat) -> None:
+    actor: Actor[object]
+    """Where it is lived here, and once it is built."""
+
+    def __init__(self, stage: "Stage", seat: Seat) -> None:
         seat.lives += 1
+        seat.life = self
+        seat.mailbox.begin_life()
         self.ref = seat.ref
         self.clock = stage.moment
+        self.find, self.spawn, self.dismiss, self.kill = stage.for_actors
         self.seed = stage.seed_of(seat)
         """Of its own source of chance."""
-        self.number = seat.lives
         self.seconds = stage.clock.now()
         """When it began."""
         self.ended_seconds: float | None = None
         """When it was told to stop, where that is known."""
+        self.is_leaving = False
+        """It is to end, whatever waits."""
+        self.crash: ActorCrashed | None = None
+        """What ends it, where that does not come out of its own handler."""
         self._stage = stage
         self._seat = seat
         self._workers: list[Worker[object]] = []
         self._timers: WeakSet[Timer] | None = None
+        if stage.tap is not None:
+            stage.tap(Started(self.seconds, seat.name, seat.lives, self.seed))
 
     @cached_property
     def chance(self) -> random.Random:
         return random.Random(self.seed)
-
-    def find(self, role: Role[M]) -> Ref[M]:
-        return self._stage.find(role)
 
     def worker(self, name: str) -> Worker[object]:
         worker = self._stage.hire(f"{self._seat.name} {name}", self._post)
@@ -101,16 +104,20 @@ class Life:
         if self._seat.life is self:
             self._seat.mailbox.post(message)
 
-    def watch(self, role: Role[Never]) -> None:
+    def watch(self, role: Role[typing.Never]) -> None:
         if Terminated not in self._seat.part.role.message_types():
             raise NotAccepted(f"{self._seat.name} watches, so its protocol needs Terminated")
         self._stage.watch(self._seat, role.name)
 
-    def spawn(self, part: Part[M]) -> Ref[M]:
-        return self._stage.spawn(part)
+    def leave(self) -> None:
+        """End in order, as soon as the present handler has returned."""
+        self.is_leaving = True
+        self._seat.mailbox.wake()
 
-    def dismiss(self, role: Role[Never], *, drop: bool = False) -> None:
-        self._stage.dismiss(role, drop=drop)
+    def strike(self, crash: ActorCrashed) -> None:
+        """End by this crash, unless by an earlier one, as soon as the present handler has returned."""
+        self.crash = self.crash or crash
+        self.leave()
 
     def end(self, *, drop: bool) -> None:
         """Void the timers, and let the workers go (with `drop`, before they have done all their work)."""
@@ -124,14 +131,18 @@ class Stage(ABC):
     """The seats of a cast, sinks first. A driver decides when a message is delivered; here is what follows from it."""
 
     clock: Clock
-    interrupts: tuple[type[BaseException], ...] = INTERRUPTS
+    slow_handler_seconds: float
+    interrupts: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit)
+    """The whole program is to end. Whatever else an actor raises is its crash."""
 
-    def __init__(self, cast: Sequence[Part[Never]], chance: random.Random | None, tap: Tap | None) -> None:
+    def __init__(self, cast: Sequence[Part[typing.Never]], chance: random.Random | None, tap: Tap | None) -> None:
         # Each part's types match within; together they have none in common.
         self._cast: tuple[Part[object], ...] = typing.cast(tuple[Part[object], ...], tuple(cast))
         self._chance = chance or random.Random()
-        self.tap = guarded(tap) if tap is not None else None
+        self.tap = _guarded(tap) if tap is not None else None
         self._seats: dict[str, Seat] = {}
+        self.for_actors = self.find, self.spawn, self.dismiss, self.kill
+        """What each life's context offers, made once."""
         self.moment = Moment()
         self._closing = asyncio.Event()
         """All actors are to end: nobody joins or restarts any more."""
@@ -163,6 +174,10 @@ class Stage(ABC):
     def statistics(self) -> dict[str, MailboxStatistics]:
         """Each actor's mailbox, by the role's name."""
         return {name: seat.mailbox.statistics() for name, seat in self._seats.items()}
+
+    def roles(self) -> list[Role[object]]:
+        """The cast as it is now, sinks first."""
+        return [seat.part.role for seat in self._seats.values()]
 
     def find(self, role: Role[M]) -> Ref[M]:
         """The address of the actor that plays `role`. Raises KeyError for a role outside the cast."""
@@ -199,7 +214,7 @@ class Stage(ABC):
         self._begin(seat)
         return seat.ref
 
-    def dismiss(self, role: Role[Never], *, drop: bool = False) -> None:
+    def dismiss(self, role: Role[typing.Never], *, drop: bool = False) -> None:
         """Stop one actor, once it has handled what waits for it (with `drop`, before); its role is free again then.
 
         Raises KeyError for a role outside the cast.
@@ -209,13 +224,22 @@ class Stage(ABC):
         if seat.life is None and seat.restart is not None:
             self._leave_cast(seat)  # it was waiting for its next life
 
+    def kill(self, role: Role[typing.Never], reason: str) -> None:
+        """End an actor's present life as a crash, "it was killed: `reason`"; its fate decides what follows.
+
+        The process that it lives in is killed at once, and any other actor ends when its handler returns. Harmless
+        where no life is lived now.
+        """
+        if role.name in self._seats and (life := self._seats[role.name].life) is not None:
+            life.strike(ActorCrashed(role.name, "", RemoteError(f"it was killed: {reason}")))
+
     def watch(self, watcher: Seat, name: str) -> None:
         """From now on `watcher` hears of the end of each life of the actor of this name."""
         seat = self._seats[name]
         seat.watchers[watcher.name] = watcher
         watcher.watched.add(seat)
         if seat.is_over:
-            watcher.mailbox.post(Terminated(name, "", is_restarting=False), name)
+            watcher.hear(Terminated(name, "", is_restarting=False))
 
     def _add_seat(self, part: Part[object]) -> Seat:
         name = part.role.name
@@ -230,18 +254,11 @@ class Stage(ABC):
         """A seed for the chance of a new life."""
         return self._chance.getrandbits(64)
 
-    def _begin_life(self, seat: Seat) -> Life:
-        seat.mailbox.begin_life()
-        seat.is_leaving = False
-        seat.life = life = Life(self, seat)
-        if self.tap is not None:
-            self.tap(Started(life.seconds, seat.name, life.number, life.seed))
-        return life
-
-    def _build(self, seat: Seat) -> None:
+    def _build(self, seat: Seat) -> Life:
         """The seat's actor, for a new life. Raises ActorCrashed."""
-        life = self._begin_life(seat)
-        seat.actor = self._act(seat, life.seconds, lambda: seat.part.build(life), "construction")
+        life = Life(self, seat)
+        life.actor = self._act(seat, life.seconds, lambda: seat.part.build(life), "construction")
+        return life
 
     def _act(self, seat: Seat, seconds: float, act: Callable[[], M], name: str) -> M:
         """Let an actor do what is called this, at this moment. Raises ActorCrashed."""
@@ -259,13 +276,13 @@ class Stage(ABC):
 
     def _end(self, seat: Seat, crash: ActorCrashed | None) -> None:
         """A life is over: tell those who watch, and let supervision decide what follows a crash."""
-        life, seat.life, seat.actor, seat.placed = seat.life, None, None, None
+        life, seat.life = seat.life, None
         assert life is not None, "a life ends once"
-        life.end(drop=self.is_dropping or crash is not None or seat.is_leaving)
+        life.end(drop=self.is_dropping or crash is not None or life.is_leaving)
         error = "" if crash is None else str(crash)
         now = self.clock.now()
         if self.tap is not None:
-            self.tap(Ended(now if life.ended_seconds is None else life.ended_seconds, seat.name, life.number, error))
+            self.tap(Ended(now if life.ended_seconds is None else life.ended_seconds, seat.name, seat.lives, error))
         if crash is not None:
             self._report_crash(crash)
             if seat.restart is None:
@@ -286,8 +303,7 @@ class Stage(ABC):
 
     def _tell_watchers(self, seat: Seat, error: str, *, is_restarting: bool) -> None:
         for watcher in seat.watchers.values():
-            if not watcher.mailbox.closed:
-                watcher.mailbox.post(Terminated(seat.name, error, is_restarting), seat.name)
+            watcher.hear(Terminated(seat.name, error, is_restarting))
 
     def _leave_cast(self, seat: Seat) -> None:
         """A dismissed actor's role is free again."""
@@ -296,9 +312,26 @@ class Stage(ABC):
         seat.is_over, seat.restart = True, None
         for watcher in seat.watchers.values():
             watcher.watched.discard(seat)
-        for watched in seat.watched:
-            del watched.watchers[seat.name]
+        seat.forget()
         del self._seats[seat.name]
+
+    def report_slow(self, actor: str, message_type: str, seconds: float) -> None:
+        """A handler has kept its event loop from everything else for that long."""
+        log.warning("slow_handler", actor=actor, message_type=message_type, seconds=round(seconds, 3))
 
     def _report_crash(self, crash: ActorCrashed) -> None:
         log.error("actor_crashed", actor=crash.actor, message_type=crash.message_type, exc_info=crash.__cause__)
+
+
+def _guarded(tap: Tap) -> Tap:
+    """The tap, kept from doing the actors harm: an error of its own is logged once, and then it sees no more."""
+
+    def see(event: Event) -> None:
+        nonlocal tap
+        try:
+            tap(event)
+        except Exception as error:
+            tap = lambda _: None  # noqa: E731  # from now on
+            log.error("tap_failed", exc_info=error)
+
+    return see

@@ -3,8 +3,6 @@
 The strategies and the idea of a limit per window are those of Erlang/OTP's supervisors.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,9 +74,6 @@ def judge(
         return None
     wait = min(fate.backoff_seconds * 2 ** min(len(crashes), 50), fate.backoff_max_seconds)
     crashes.append(now)
-    concerned = {
-        Strategy.ONE_FOR_ONE: [name],
-        Strategy.REST_FOR_ONE: cast[cast.index(name) :],
-        Strategy.ONE_FOR_ALL: cast,
-    }[fate.strategy]
-    return Verdict(tuple(concerned), wait * (1 - chance.random() / 2))
+    sources = cast[cast.index(name) :]
+    concerned = {Strategy.ONE_FOR_ONE: [name], Strategy.REST_FOR_ONE: sources, Strategy.ONE_FOR_ALL: cast}
+    return Verdict(tuple(concerned[fate.strategy]), wait * (1 - chance.random() / 2))

@@ -1,34 +1,26 @@
 """Runs a cast of actors inside whatever asyncio loop is running, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Never, Self, TypeVar
+from typing import Never, Self
+from weakref import WeakSet
 
 import anyio
 
-from cuelight.kernel.actor import InLoop, Part, Role
+from cuelight.kernel.actor import InLoop, Part
 from cuelight.kernel.clock import Clock, LoopClock
 from cuelight.kernel.errors import ActorCrashed
 from cuelight.kernel.events import Delivered, Tap
-from cuelight.kernel.log import get_logger
-from cuelight.kernel.ref import Deadlines, Ref
-from cuelight.kernel.stage import Seat, Stage
+from cuelight.kernel.placement import Placed, prepare
+from cuelight.kernel.ref import Deadlines
+from cuelight.kernel.stage import Life, Seat, Stage
 from cuelight.kernel.supervision import Verdict
 from cuelight.kernel.worker import WorkerThread
 
-M = TypeVar("M")
-
 TURN_MESSAGES = 64
 """After this many messages an actor yields, so that a busy one cannot starve the others or the host's tasks."""
-
-SLOW_HANDLER_SECONDS = 0.1
-"""A handler that takes longer than this is reported: all that time the event loop stood still."""
-
-log = get_logger("cuelight.kernel")
 
 
 class System(Stage):
@@ -55,15 +47,16 @@ class System(Stage):
         tap: Tap | None = None,
         on_failure: Callable[[ActorCrashed], None] | None = None,
         on_end: Callable[[], None] | None = None,
-        slow_handler_seconds: float = SLOW_HANDLER_SECONDS,
+        slow_handler_seconds: float = 0.1,
     ) -> None:
         super().__init__(cast, chance, tap)
         self._own_clock = clock
         self._on_failure = on_failure or (lambda _: None)
         self._on_end = on_end or (lambda: None)
         self.slow_handler_seconds = slow_handler_seconds
-        self._restarts: set[asyncio.Task[None]] = set()
-        self._workers: list[WorkerThread[object]] = []
+        self._restarts: WeakSet[asyncio.Task[None]] = WeakSet()
+        self._workers: WeakSet[WorkerThread[object]] = WeakSet()
+        """Those that have not ended: their threads keep them."""
         self._host: asyncio.Task[None] | None = None
         self._opener: asyncio.Task[object] | None = None
 
@@ -130,43 +123,23 @@ class System(Stage):
         if self.failure is not None and (error is None or (is_ours and isinstance(error, asyncio.CancelledError))):
             raise self.failure
 
-    def spawn(self, part: Part[M]) -> Ref[M]:
-        """As any stage's, once the system runs."""
-        assert self._host is not None, "the system runs"
-        return super().spawn(part)
-
     def hire(self, name: str, post: Callable[[object], None]) -> WorkerThread[object]:
         """A thread whose results go to `post`; the system ends it."""
         worker = WorkerThread(f"cuelight {name}", post, asyncio.get_running_loop())
-        self._workers = [each for each in self._workers if not each.has_ended.is_set()]
-        self._workers.append(worker)
+        self._workers.add(worker)
         return worker
-
-    def roles(self) -> list[Role[object]]:
-        """The cast as it is now, sinks first."""
-        return [seat.part.role for seat in self._seats.values()]
-
-    def report_slow(self, actor: str, message_type: str, seconds: float) -> None:
-        """A handler has kept its event loop from everything else for that long."""
-        log.warning("slow_handler", actor=actor, message_type=message_type, seconds=round(seconds, 3))
 
     def _prepare(self, seat: Seat) -> None:
         """Asks share their deadlines; messages to an actor that lives elsewhere are made ready at their senders."""
         seat.ref.deadlines = self._deadlines
         if not isinstance(seat.part.placement, InLoop):
-            from cuelight.kernel.placement import prepare
-
             prepare(self, seat)
 
-    async def _enter(self, seat: Seat) -> None:
+    async def _enter(self, seat: Seat) -> Life:
         """Bring a new life into being, wherever it is to be lived."""
         if isinstance(seat.part.placement, InLoop):
-            self._build(seat)
-            return
-        from cuelight.kernel.placement import Placed
-
-        seat.placed = Placed(self, seat, self._begin_life(seat).seed)  # it may have to be killed soon
-        await seat.placed.open()
+            return self._build(seat)
+        return await Placed(self, seat).open()
 
     def _begin(self, seat: Seat) -> None:
         seat.task = self._group.create_task(self._live(seat), name=f"cuelight {seat.name}")
@@ -182,8 +155,6 @@ class System(Stage):
                 await self._close()
         finally:
             self._closing.set()
-            for seat in self._seats.values():
-                seat.mailbox.close(drop=True)
             self._deadlines.close()
             self._on_end()
             await self._clear()
@@ -201,12 +172,8 @@ class System(Stage):
         """One life of an actor: the only place that awaits on its behalf."""
         crash = None
         try:
-            if seat.life is None:
-                await self._enter(seat)
-            if seat.placed is not None:
-                await seat.placed.perform()
-            else:
-                await self._perform(seat)
+            life = seat.life or await self._enter(seat)
+            await (life.perform() if isinstance(life, Placed) else self._perform(seat, life))
         except ActorCrashed as error:
             crash = error
         except asyncio.CancelledError:
@@ -214,22 +181,18 @@ class System(Stage):
             raise
         self._end(seat, crash)
 
-    async def _perform(self, seat: Seat) -> None:
+    async def _perform(self, seat: Seat, life: Life) -> None:
         """Deliver messages until the mailbox is closed and empty, or the seat is to be left. Raises ActorCrashed."""
-        actor, life, mailbox, moment, now = seat.actor, seat.life, seat.mailbox, self.moment, self.clock.now
+        actor, mailbox, moment, now = life.actor, seat.mailbox, self.moment, self.clock.now
         tap, slow = self.tap, self.slow_handler_seconds
         take, urgent, ordinary = mailbox.take, mailbox.urgent, mailbox.ordinary
-        message: object = None
-        assert actor is not None and life is not None
         self._act(seat, life.seconds, actor.started, "started")
-        while True:
+        while not life.is_leaving:
             await mailbox.wait()
-            if seat.is_leaving:
-                break
             moment.acting, began = seat.name, now()
             try:
                 for _ in range(TURN_MESSAGES):
-                    if not urgent and not ordinary:
+                    if life.is_leaving or not (urgent or ordinary):
                         break
                     _, sender, message = take()
                     moment.seconds = began
@@ -251,6 +214,8 @@ class System(Stage):
                 await asyncio.sleep(0)
             elif mailbox.closed:
                 break
+        if life.crash is not None:
+            raise life.crash
         life.ended_seconds = now()
         self._act(seat, life.ended_seconds, actor.stopped, "stopped")
 
@@ -263,17 +228,14 @@ class System(Stage):
     def _fail(self, seat: Seat, crash: ActorCrashed) -> None:
         """Stop everyone, and tell whoever opened the system."""
         self._give_up(seat)
-        if self.failure is not None:
-            return
-        self.failure = crash
-        if self._opener is not None:
-            self._opener.cancel()
-        self._on_failure(crash)
+        if self.failure is None:
+            self.failure = crash
+            if self._opener is not None:
+                self._opener.cancel()
+            self._on_failure(crash)
 
     def _begin_restart(self, verdict: Verdict) -> None:
-        task = self._group.create_task(self._restart(verdict), name="cuelight restart")
-        self._restarts.add(task)
-        task.add_done_callback(self._restarts.discard)
+        self._restarts.add(self._group.create_task(self._restart(verdict), name="cuelight restart"))
 
     async def _restart(self, verdict: Verdict) -> None:
         def concerned(names: Iterable[str]) -> Iterator[Seat]:
@@ -283,8 +245,8 @@ class System(Stage):
         for seat in concerned(reversed(verdict.names)):
             # Twice where a lesser restart is just bringing it back.
             while seat.restart is verdict and seat.task is not None and not seat.task.done():
-                seat.is_leaving = True
-                seat.mailbox.wake()
+                if seat.life is not None:
+                    seat.life.leave()
                 await asyncio.wait([seat.task])
         with ExitStack() as exits:
             over = asyncio.Event()
@@ -305,23 +267,21 @@ class System(Stage):
         self._patience.cancel()
         for seat in self._seats.values():
             seat.mailbox.close(drop=True)
-            if seat.placed is not None:
-                seat.placed.kill()
-                seat.placed.ended("it took too long")
-        for worker in self._workers:
-            worker.close(drop=True)
+            if isinstance(seat.life, Placed):
+                seat.life.hear_stopped()  # as far as anybody waits for it
+                seat.life.ended("it took too long")
 
     async def _clear(self) -> None:
         """End whatever the lives have left behind."""
         with anyio.CancelScope(shield=True):
             for seat in list(self._seats.values()):
-                if seat.placed is not None:
-                    seat.placed.kill()
-                    await asyncio.wait([seat.placed.end])
+                seat.mailbox.close(drop=True)
                 if seat.life is not None:  # it was cancelled
                     seat.life.end(drop=self.is_dropping)
-            for worker in self._workers:
-                worker.close(drop=self.is_dropping)
+                if isinstance(seat.life, Placed):
+                    await asyncio.wait([seat.life.gone])
             with self._patience:
-                for worker in self._workers:
+                for worker in list(self._workers):
                     await worker.ended()
+            for worker in list(self._workers):
+                worker.close(drop=True)  # there was no time for what it still has to do

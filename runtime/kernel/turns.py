@@ -32,7 +32,8 @@ class Act:
 
     def is_ready(self) -> bool:
         """Whether there is something to begin, to handle or to end."""
-        return not self.is_started or len(self.seat.mailbox) > 0 or self.seat.mailbox.closed
+        is_leaving = self.seat.life is not None and self.seat.life.is_leaving
+        return not self.is_started or len(self.seat.mailbox) > 0 or self.seat.mailbox.closed or is_leaving
 
     def take_turn(self) -> None:
         """Take the next step of this life."""

@@ -4,11 +4,9 @@ An address in a message crosses as an id: an actor of the cast by its name, any 
 that has it keeps it until the other side has dropped it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -41,24 +39,21 @@ class Said(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """Those in the message, where each is an index into these."""
 
 
-class Forget(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The address you keep under this number has been dropped here."""
+class Call(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Something about the actor's life: the method `hear_what` of who uses the other end is called.
 
-    id: int
-
-
-class Call(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Something about the actor's life: the method `hear_what` of who uses the other end is called."""
+    But "forget" is for the other end itself: the address that it keeps under this number has been dropped here.
+    """
 
     what: str
     arguments: tuple[object, ...]
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Said | Forget | Call] = msgspec.msgpack.Decoder(Said | Forget | Call)
+_decoder: msgspec.msgpack.Decoder[Said | Call] = msgspec.msgpack.Decoder(Said | Call)
 
 
-def encoded(frame: Said | Forget | Call) -> bytes:
+def encoded(frame: Said | Call) -> bytes:
     """A frame as it goes over the socket: behind its length."""
     data = _encoder.encode(frame)
     return len(data).to_bytes(_LENGTH_BYTES, "big") + data
@@ -76,18 +71,17 @@ class Packed(NamedTuple):
 class Packer:
     """Makes messages ready to cross between those who know this cast, over whichever wire."""
 
-    def __init__(self, cast: Iterable[Role[Never]], bytes_max: int) -> None:
+    def __init__(self, cast: Sequence[Role[Never]], bytes_max: int) -> None:
         self.bytes_max = bytes_max
-        self.names: set[str] = set()
+        self.names = {role.name for role in cast}
         """The actors known by name at both ends."""
-        self.types: dict[Name, type] = {type_name(Terminated): Terminated}
+        types: dict[Name, type] = {type_name(Terminated): Terminated}
         for role in cast:
-            self.names.add(role.name)
             with suppress(NotSendable):  # then nothing can be told to that one from elsewhere
-                self.types.update({**reachable([role.accepts]), **self.types})
+                types.update({**reachable([role.accepts]), **types})
         self._addresses: list[Address[object]] = []
         """Those in the message that is being packed."""
-        self._codec = Codec(self.types, self.to_index, self._of_index)
+        self._codec = Codec(types, self._to_index, lambda index, takes: self._find(int(index), takes))
 
     def pack(self, message: object) -> Packed:
         """Raises NotSendable, MessageTooLarge."""
@@ -96,18 +90,18 @@ class Packer:
         body = self._codec.encode(message)
         if len(body) > self.bytes_max and not isinstance(message, Terminated):
             raise MessageTooLarge(f"{name} has {len(body)} bytes; {self.bytes_max} may cross")
-        self._codec.decode(name, body)  # what the other side could not read is the sender's mistake
+        # What the other side could not read is the sender's mistake.
+        self.unpack(name, body, lambda index, _: self._addresses[index])
         return Packed(message, name, body, self._addresses)
 
-    def to_index(self, address: Address[object]) -> int:
-        """What stands for an address in the body."""
+    def unpack(self, name: Name, body: bytes, find: Callable[[int, tuple[type, ...]], Address[object]]) -> object:
+        """The message again; `find` gives the address of each index in it. Raises NotSendable."""
+        self._find = find
+        return self._codec.decode(name, body)
+
+    def _to_index(self, address: Address[object]) -> int:
         self._addresses.append(address)
         return len(self._addresses) - 1
-
-    def _of_index(self, index: AddressId, _takes: tuple[type, ...]) -> Address[object]:
-        if not isinstance(index, int) or index >= len(self._addresses):
-            raise NotSendable("an address that is data itself")
-        return self._addresses[index]
 
 
 _nobody: Final = Ref[object]("nobody", lambda _message: None)
@@ -119,7 +113,7 @@ class Remote(Ref[object]):
 
     __slots__ = ("_loop", "id", "wire")
 
-    def __init__(self, wire: Wire, number: int, takes: tuple[type, ...]) -> None:
+    def __init__(self, wire: "Wire", number: int, takes: tuple[type, ...]) -> None:
         super().__init__(f"~{number}", partial(wire.tell, -1 - number, takes))
         self._loop = asyncio.get_running_loop()
         self.wire = wire
@@ -127,7 +121,7 @@ class Remote(Ref[object]):
 
     def __del__(self) -> None:
         with suppress(RuntimeError):  # the loop is closed; and whatever thread the collector runs on, it is not ours
-            self._loop.call_soon_threadsafe(self.wire.send, Forget(self.id))
+            self._loop.call_soon_threadsafe(self.wire.call, "forget", self.id)
 
 
 class Peer(Protocol):
@@ -150,9 +144,6 @@ class Wire(asyncio.Protocol):
         self.packer = packer
         self._find = find
         self._peer = peer
-        self._codec = Codec(packer.types, packer.to_index, self._of_index)
-        self._addresses: tuple[AddressId, ...] = ()
-        """Those in the message that is being received."""
         self._numbers = count()
         self._kept: dict[int, Address[object]] = {}
         self._buffer = bytearray()
@@ -170,19 +161,15 @@ class Wire(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
-    def send(self, frame: Said | Forget | Call) -> None:
-        """Send it, unless the connection is over."""
-        self.write(encoded(frame))
-
     def call(self, what: str, *arguments: object) -> None:
         """Have the other end's user hear something."""
-        self.send(Call(what, arguments))
+        self.write(encoded(Call(what, arguments)))
 
     def say(self, to: AddressId, sender: str, packed: Packed) -> None:
         """Send a message to somebody at the other end."""
         if not self.over.is_set():
             addresses = tuple(map(self._id, packed.addresses))
-            self.send(Said(to, sender, packed.name, packed.body, addresses))
+            self.write(encoded(Said(to, sender, packed.name, packed.body, addresses)))
 
     def tell(self, to: AddressId, takes: tuple[type, ...], message: object) -> None:
         """Tell an address at the other end. Raises NotAccepted, NotSendable."""
@@ -196,10 +183,6 @@ class Wire(asyncio.Protocol):
         if isinstance(key, str):
             return self._find(key) or _nobody
         return Remote(self, key, takes) if key >= 0 else self._kept.get(-1 - key, _nobody)
-
-    def _of_index(self, index: AddressId, takes: tuple[type, ...]) -> Address[object]:
-        assert isinstance(index, int)
-        return self.address(self._addresses[index], takes)
 
     def _id(self, address: Address[object]) -> AddressId:
         """A name; a number under which this side keeps the address; or, below zero, one that the other keeps."""
@@ -220,9 +203,7 @@ class Wire(asyncio.Protocol):
 
     def close(self) -> None:
         """Send what is still to be sent, and no more."""
-        if self._transport is None:
-            self.connection_lost(None)
-        else:
+        if self._transport is not None:
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -245,10 +226,10 @@ class Wire(asyncio.Protocol):
         name = ""
         try:
             match _decoder.decode(data):
-                case Said(to, sender, name, body, addresses):
-                    self._addresses = addresses
-                    self._peer.told(to, sender, self._codec.decode(name, body))
-                case Forget(number):
+                case Said(to, sender, name, body, ids):
+                    message = self.packer.unpack(name, body, lambda index, takes: self.address(ids[index], takes))
+                    self._peer.told(to, sender, message)
+                case Call("forget", (int(number),)):
                     self._kept.pop(number, None)
                 case Call(what, arguments):
                     getattr(self._peer, f"hear_{what}")(*arguments)

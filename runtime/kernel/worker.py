@@ -1,10 +1,9 @@
 """A thread for work that blocks, on behalf of one actor."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar, cast
@@ -54,11 +53,10 @@ class WorkerThread(Generic[M_contra]):
             try:
                 try:
                     message = done(work())
-                except Exception as error:
-                    message = failed(error)
                 except BaseException as error:
-                    # Such as SystemExit: what would end a thread in silence must not leave the actor waiting.
-                    message = failed(RuntimeError(f"the work gave up its thread: {error!r}"))
+                    # What would end a thread in silence, such as SystemExit, must not leave the actor waiting.
+                    given_up = RuntimeError(f"the work gave up its thread: {error!r}")
+                    message = failed(error if isinstance(error, Exception) else given_up)
             except BaseException as worse:
                 # No message of the actor's says this, so it crashes on it, as it should.
                 message = cast(M_contra, worse)
@@ -104,9 +102,5 @@ class WorkerThread(Generic[M_contra]):
             del post
 
     def _wake(self, post: Callable[[], object]) -> None:
-        try:
+        with suppress(RuntimeError):  # the loop was closed without stopping the system: there is nobody left to tell
             self._loop.call_soon_threadsafe(post)
-        except RuntimeError:
-            # The loop was closed without stopping the system: there is nobody left to tell.
-            if not self._loop.is_closed():
-                raise

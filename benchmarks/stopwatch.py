@@ -74,13 +74,13 @@ class Stopwatch:
             (Intake, "intake"),
         ):
             self._wrap(kind, "handle", partial(self._summed, name, time.thread_time))
-        runners: list[type] = [NativeRunner]
+        runners: list[tuple[type, str]] = [(NativeRunner, "run")]
         if (general := sys.modules.get(GENERAL_RUNNER)) is not None:
-            runners.append(general.ModelRunner)
+            runners.append((general.ModelRunner, "_compute"))  # which its stream calls, at once or on a thread
             self._wrap(general.ModelRunner, "_forward", partial(self._summed, "forward", time.perf_counter))
-        for runner in runners:
+        for runner, computes in runners:
             self._wrap(runner, "prepare", partial(self._summed, "prepare", time.thread_time))
-            self._wrap(runner, "run", self._stepped)
+            self._wrap(runner, computes, self._stepped)
         self._wrap(NativeDecoder, "decode", self._decoded)
         self._loop_began = time.thread_time()
         return self

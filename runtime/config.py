@@ -16,7 +16,7 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "quantization": (None, "int8", "int4"),
     "decoder": ("auto", "native", "transformers"),
-    "attention": ("auto", "reference", "cpu"),
+    "attention": ("auto", "reference", "cpu", "triton", "flash"),
     "executor": ("thread",),
 }
 WEIGHT_MIN = 1e-6
@@ -31,9 +31,10 @@ class EngineConfig:
 
     Args:
         dtype: of weights and KV cache: "float32", "bfloat16", or "auto" (float32 on the CPU, bfloat16 on CUDA).
-        quantization: of the weights, on the CPU: "int8", "int4" (groups of 32), or None.
+        quantization: of the weights: "int8", "int4" (groups of 32, by the native decoder alone), or None.
         decoder: "native" (Llama-like models on the CPU), "transformers" (any), or "auto".
-        attention: of the transformers decoder: "reference" (plain torch), "cpu" (native code), or "auto".
+        attention: of the transformers decoder: "reference" (plain torch), "cpu" (native code), "triton" or "flash" (on
+            CUDA), or "auto".
         executor: where the device work runs: "thread".
         device: "cpu", "cuda", "cuda:1", or "auto" (CUDA where there is one).
         token_budget: tokens computed in one step, at most.
@@ -41,8 +42,12 @@ class EngineConfig:
         queue_limit: requests accepted and not finished, at most; more are refused with QueueFull.
         block_size: token slots per block of the KV cache.
         block_count: blocks of the KV cache; None sizes it by `kv_cache_bytes`.
-        kv_cache_bytes: bytes of the KV cache; None takes a quarter of the free memory (at most 2 GiB) on the CPU, 80 %
-            of the free memory on CUDA.
+        kv_cache_bytes: bytes of the KV cache; None takes a quarter of the free memory (at most 2 GiB) on the CPU, and
+            on CUDA what weights, the largest step and graphs leave over of `memory_fraction`, measured at the start.
+        memory_fraction: of a CUDA device's memory, that the engine and all that is there before it may take.
+        eager: whether to start at once, without compiling the model's layers by `torch.compile`, which takes up to a
+            minute when a model is first served on a machine. None compiles on CUDA, not on the CPU. Of the
+            transformers decoder.
         host_block_count: blocks in host memory for what does not fit the KV cache, copied there and back where that is
             quicker than to compute it again.
         host_kv_cache_bytes: bytes of host memory for that; None goes by `host_block_count`.
@@ -71,6 +76,8 @@ class EngineConfig:
     block_size: int = 16
     block_count: int | None = None
     kv_cache_bytes: int | None = None
+    memory_fraction: float = 0.9
+    eager: bool | None = None
     host_block_count: int = 0
     host_kv_cache_bytes: int | None = None
     watermark_fraction: float = 0.01
@@ -109,6 +116,8 @@ class EngineConfig:
         check_policy(self.policy, self.aging_seconds, self.tenant_weights)
         if not isinstance(self.isolate_tenants, bool):
             raise ConfigError(f"isolate_tenants must be True or False, not {self.isolate_tenants!r}")
+        if not isinstance(self.eager, bool | None):
+            raise ConfigError(f"eager must be True, False or None, not {self.eager!r}")
         if self.long_prefill_tokens is not None:
             _check_count("long_prefill_tokens", self.long_prefill_tokens, at_least=1)
         if self.seed is not None:
@@ -122,6 +131,9 @@ class EngineConfig:
             raise ConfigError(f"watermark_fraction must be in [0, 1), not {self.watermark_fraction!r}")
 
     def _check_memory(self) -> None:
+        fraction: object = self.memory_fraction
+        if not _is_positive(fraction) or fraction > 1:
+            raise ConfigError(f"memory_fraction must be a number above 0, at most 1, not {fraction!r}")
         if self.block_count is not None:
             _check_count("block_count", self.block_count, at_least=2)
         if self.kv_cache_bytes is not None:
@@ -148,6 +160,8 @@ class EngineOptions(TypedDict, total=False):
     block_size: int
     block_count: int | None
     kv_cache_bytes: int | None
+    memory_fraction: float
+    eager: bool | None
     host_block_count: int
     host_kv_cache_bytes: int | None
     watermark_fraction: float
@@ -243,10 +257,15 @@ def read_facts(folder: Path) -> ModelFacts:
     generation = folder / "generation_config.json"
     eos = (json_object(generation) if generation.exists() else {}).get("eos_token_id", config.get("eos_token_id"))
     eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    vocab_size = _whole(config.get("vocab_size"), folder, "vocab_size")
+    ends = tuple(_whole(token_id, folder, "eos_token_id") for token_id in eos_ids)
+    for token_id in ends:
+        if not 0 <= token_id < vocab_size:
+            raise ModelUnavailable(f"{folder} is not of one model: its end token is {token_id}, of {vocab_size} tokens")
     return ModelFacts(
-        vocab_size=_whole(config.get("vocab_size"), folder, "vocab_size"),
+        vocab_size=vocab_size,
         context_length=_whole(config.get("max_position_embeddings"), folder, "max_position_embeddings"),
-        eos_token_ids=tuple(_whole(token_id, folder, "eos_token_id") for token_id in eos_ids),
+        eos_token_ids=ends,
     )
 
 

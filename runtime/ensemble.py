@@ -77,6 +77,9 @@ def gather(folder: Path, config: EngineConfig) -> Ensemble[Batch]:
                 host_kv_cache_bytes=config.host_kv_cache_bytes,
                 eos_token_ids=facts.eos_token_ids,
                 token_budget=config.token_budget,
+                running_max=config.running_max,
+                memory_fraction=config.memory_fraction,
+                eager=config.eager,
                 code_folder=_code_folder(),
                 now=time.perf_counter,
             )

@@ -7,10 +7,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.model_cache import cache_directory
 from cuelight.store import DEFAULT_MODEL, model_path
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests that are marked `cuda` need a GPU."""
+    if item.get_closest_marker("cuda") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("there is no CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def unconfigured_logs() -> Iterator[None]:
+    """To capture structlog's events configures it for good, but other tests look into the standard library's log."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from cuelight.actors.cache.actor import CacheManager
 from cuelight.actors.executor.actor import Executor
+from cuelight.actors.executor.device import Pending
 from cuelight.actors.executor.stub import StubDevice, hashed_token
 from cuelight.actors.scheduler.actor import Scheduler
 from cuelight.actors.scheduler.outbox import Neighbours
@@ -16,7 +17,7 @@ from cuelight.actors.scheduler.planning import Limits
 from cuelight.kernel import Actor, Timer
 from cuelight.messages import detokenizer, intake, observer
 from cuelight.messages.request import FinishReason, RequestId, Sampling, Service
-from cuelight.messages.scheduler import Abort, Admit, SetPolicy, StopMatched
+from cuelight.messages.scheduler import Abort, Admit, SetPolicy, StepDone, StopMatched
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -35,6 +36,11 @@ class Recorder(Generic[M]):
         """What has come since the last time."""
         messages, self.messages = self.messages, []
         return messages
+
+
+def finished(result: StepDone | Pending[StepDone]) -> StepDone:
+    """What a device has made of a step, once it has."""
+    return result if isinstance(result, StepDone) else result.wait()
 
 
 class VirtualClock:

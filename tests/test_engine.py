@@ -1297,8 +1297,8 @@ async def test_the_real_model_answers_with_quantized_weights(quantization: str) 
 
 @pytest.mark.model
 async def test_a_decoder_that_cannot_be_is_refused_with_the_reason() -> None:
-    with pytest.raises(errors.ModelUnavailable, match="quantization 'int8' runs on the CPU only: give device='cpu'"):
-        await Engine(quantization="int8", device="cuda").start()
+    with pytest.raises(errors.ModelUnavailable, match="quantization 'int4' runs on the CPU only: give device='cpu'"):
+        await Engine(quantization="int4", device="cuda").start()
 
 
 async def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

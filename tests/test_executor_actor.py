@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -147,7 +148,7 @@ class Copier(StubDevice):
     def __init__(self, *failing: str) -> None:
         super().__init__(20, 4, host=stub_host(8))
         self.done: list[str] = []
-        self._failing = failing
+        self.failing = failing
 
     def prepare(self, step: ExecuteStep) -> StubBatch:
         self._fail(f"prepare {step.step}")
@@ -167,7 +168,7 @@ class Copier(StubDevice):
         self.done.append(what)
 
     def _fail(self, what: str) -> None:
-        if what in self._failing:
+        if what in self.failing:
             raise OSError(f"cannot {what}")
 
 
@@ -234,6 +235,124 @@ def test_a_copy_of_a_void_step_that_fails_is_told_too(seed: int) -> None:
     assert [m.contents_lost for m in replies if isinstance(m, StepFailed)] == [False, True, False]
     staged.run_steps(1, epoch=1)
     assert isinstance(staged.replies.messages[0], StepDone)
+
+
+class Later(Generic[M]):
+    """A piece of work of a device that works by itself: done at the latest when somebody waits for it."""
+
+    def __init__(self, device: LateCopier, work: Callable[[], M]) -> None:
+        self._device, self._work = device, work
+        self._result: M | None = None
+        self._error: Exception | None = None
+        device.line.append(self)
+
+    def do(self) -> None:
+        try:
+            self._result = self._work()
+        except Exception as error:  # what follows a failed step may fail in any way
+            self._error = error
+
+    def wait(self) -> M:
+        self._device.catch_up(self)
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # there is one now
+
+
+class LateCopier(Copier):
+    """As `Copier`, but it goes on by itself; failures show to who waits. Work named in `at_once` is not put off."""
+
+    def __init__(self, *failing: str, seed: int, at_once: tuple[str, ...] = ()) -> None:
+        super().__init__(*failing)
+        self.line: list[Later[object]] = []
+        self._chance, self._at_once = random.Random(seed), at_once
+
+    def catch_up(self, last: Later[object] | None = None) -> None:
+        """Do all that is in line, up to `last`; or some of it."""
+        count = self._chance.randint(0, len(self.line))
+        while self.line and (last in self.line if last is not None else count > 0):
+            count -= 1
+            self.line.pop(0).do()
+
+    def copy(self, copies: BlockCopies) -> Later[None]:  # type: ignore[override]  # the base answers at once
+        self.catch_up()
+        return Later(self, lambda: Copier.copy(self, copies))
+
+    def run(self, batch: StubBatch) -> StepDone | Later[StepDone]:  # type: ignore[override]
+        if f"run {batch.step.step}" in self._at_once:
+            while self.line:
+                self.line.pop(0).do()
+            return super().run(batch)
+        self.catch_up()
+        return Later(self, lambda: Copier.run(self, batch))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("at_once", [(), ("run 1",), ("run 0", "run 2")])
+def test_a_device_that_works_by_itself_is_given_the_next_step_before_anybody_waits(
+    at_once: tuple[str, ...], seed: int
+) -> None:
+    device = LateCopier(seed=seed, at_once=at_once)
+    _, replies = run_copying_steps(seed, device)
+    assert device.done == [f"{what} {number}" for number in range(4) for what in ("save", "load", "run")]
+    assert [m.step for m in replies] == [0, 1, 2, 3], "answered in order, whoever is over first"
+    assert [m.token_ids[0] for m in replies if isinstance(m, StepDone)] == tokens(4)
+
+
+def test_a_step_is_launched_while_the_one_before_is_waited_for() -> None:
+    device = LateCopier(seed=0)
+    staged = Staged(0, lambda: device)
+    staged.settle()
+    launched: list[int] = []
+    run = device.run
+    device.run = lambda batch: (launched.append(batch.step.step), run(batch))[1]  # type: ignore[method-assign]
+    device.catch_up = lambda last=None: (  # type: ignore[method-assign]
+        None if last is None or launched == [0, 1] else staged.stage.step(),
+        LateCopier.catch_up(device, last),
+    )[1]
+    staged.run_steps(2)
+    assert launched == [0, 1]
+    assert [m.token_ids[0] for m in staged.replies.messages if isinstance(m, StepDone)] == tokens(2)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("at_once", [(), ("run 2",), ("run 0", "run 1")])
+@pytest.mark.parametrize("failing", ["run 1", "prepare 1"])
+def test_a_failure_that_shows_late_voids_what_follows_and_not_what_came_before(
+    failing: str, at_once: tuple[str, ...], seed: int
+) -> None:
+    device = LateCopier(failing, seed=seed, at_once=at_once)
+    staged, replies = run_copying_steps(seed, device)
+    void = "an earlier step of this epoch failed"
+    assert isinstance(replies[0], StepDone)
+    assert replies[1:] == [
+        StepFailed(0, 1, f"OSError('cannot {failing}')"),
+        StepFailed(0, 2, void),
+        StepFailed(0, 3, void),
+    ]
+    copied = [done for done in device.done if not done.startswith("run")]
+    assert copied == [f"{what} {number}" for number in range(4) for what in ("save", "load")], "copies are made"
+    assert device.line == [], "whatever was launched is waited for"
+    device.failing = ()
+    staged.run_steps(3, epoch=1)
+    assert [m.token_ids[0] for m in staged.replies.messages if isinstance(m, StepDone)] == tokens(3)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("failing", [("save 1",), ("load 1",), ("load 1", "run 1"), ("run 0", "save 1")])
+@pytest.mark.parametrize("at_once", [(), ("run 1",)])
+def test_a_copy_that_fails_late_loses_the_contents(
+    at_once: tuple[str, ...], failing: tuple[str, ...], seed: int
+) -> None:
+    device = LateCopier(*failing, seed=seed, at_once=at_once)
+    staged, replies = run_copying_steps(seed, device)
+    assert isinstance(replies[0], StepFailed if "run 0" in failing else StepDone)
+    copy = next(what for what in failing if not what.startswith("run"))
+    assert replies[1] == StepFailed(0, 1, f"OSError('cannot {copy}')", contents_lost=True)
+    assert [m.contents_lost for m in replies[2:] if isinstance(m, StepFailed)] == [False, False]
+    device.failing = ()
+    staged.run_steps(3, epoch=1)
+    assert [m.token_ids[0] for m in staged.replies.messages if isinstance(m, StepDone)] == tokens(3)
 
 
 async def test_in_a_system_steps_run_off_the_loop_and_answers_come_in_order() -> None:

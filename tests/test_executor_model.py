@@ -27,14 +27,14 @@ from tiny_models import (
 )
 from transformers import PreTrainedConfig
 
-from cuelight.actors.executor import runner as runner_module
-from cuelight.actors.executor.batch import Batch, Draw
+from cuelight.actors.executor.batch import Batch
 from cuelight.actors.executor.batch import Sequence as BatchSequence
+from cuelight.actors.executor.model import loading
 from cuelight.actors.executor.model.attention import PagedAttention
 from cuelight.actors.executor.model.loading import load
 from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.options import CannotLoad
-from cuelight.actors.executor.runner import ModelRunner
+from cuelight.actors.executor.runner import ModelBatch, ModelRunner
 from cuelight.messages.request import BlockCopies, Copying, HostTier
 
 CPU = torch.device("cpu")
@@ -133,6 +133,9 @@ def test_paged_attention_is_dense_attention_for_any_batch(seed: int) -> None:
     paged.check([(context, chance.choice([1, 1, chance.randint(1, context)])) for context in contexts])
 
 
+UNTIED = {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}
+"""Of the Gemma models, which say the last token again where its embedding decides."""
+
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**GROUPED),
     "llama, tied": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
@@ -146,6 +149,14 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "olmo2": lambda: transformers.Olmo2Config(**GROUPED),
     "phi3": lambda: transformers.Phi3Config(**GROUPED),
     "gemma": lambda: transformers.GemmaConfig(**GROUPED, head_dim=8),
+    "mistral with a window": lambda: transformers.MistralConfig(**GROUPED, sliding_window=8),
+    "qwen2 with a window": lambda: transformers.Qwen2Config(
+        **GROUPED, use_sliding_window=True, sliding_window=8, max_window_layers=1
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(**GROUPED, **UNTIED, sliding_window=8, attn_logit_softcapping=3.0),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **GROUPED, **UNTIED, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    ),
     "granite": lambda: transformers.GraniteConfig(**GROUPED),
     "gpt neox": lambda: transformers.GPTNeoXConfig(**SHAPE),
     "gpt2": lambda: transformers.GPT2Config(
@@ -153,12 +164,6 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
-    "mistral with a window": (lambda: transformers.MistralConfig(**GROUPED, sliding_window=8), "sliding_window"),
-    "qwen2 with a window": (
-        lambda: transformers.Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=8, max_window_layers=1),
-        "sliding_attention",
-    ),
-    "gemma2": (lambda: transformers.Gemma2Config(**GROUPED, head_dim=8), "sliding_attention"),
     "layers without attention": (
         lambda: transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
         "layers of conv",
@@ -308,14 +313,12 @@ def test_costs_are_measured_with_no_more_tokens_than_the_model_or_the_pool_has_r
     assert small.host_tier.recompute_seconds == 1 / 8
 
 
-def test_without_host_memory_nothing_is_measured(tmp_path: Path) -> None:
-    def now() -> float:
-        raise AssertionError("nobody asks for the time")
-
+def test_without_host_memory_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "measure_costs", None)
     save(FAMILIES["llama"](), tmp_path)
-    runner = ModelRunner(load(options(tmp_path, now=now)))
+    runner = ModelRunner(load(options(tmp_path)))
     assert runner.host == HostTier()
-    runner.copy(BlockCopies(Copying.FORK, (1,), (2,)))
+    runner.copy(BlockCopies(Copying.FORK, (1,), (2,))).wait()
     with pytest.raises(AssertionError, match="memory for them"):
         runner.copy(BlockCopies(Copying.SAVE, (1,), (0,)))
 
@@ -359,15 +362,16 @@ def test_rule_57_logits_that_are_no_numbers_fail_their_row_alone(
 ) -> None:
     model = save(FAMILIES["llama"](), tmp_path)
     prompts = random_prompts(3)
-    sound = runner_module.sample
+    sound = ModelRunner._forward
 
-    def spoilt(logits: torch.Tensor, draws: Sequence[Draw], eos: Sequence[int]) -> torch.Tensor:
-        for row, draw in enumerate(draws):
+    def spoilt(runner: ModelRunner, batch: ModelBatch) -> torch.Tensor:
+        logits = sound(runner, batch)
+        for row, draw in enumerate(batch.draws):
             if draw.request_id == 3 and draw.output_index == 4:
                 logits[row, 7] = torch.nan
-        return sound(logits, draws, eos)
+        return logits
 
-    monkeypatch.setattr(runner_module, "sample", spoilt)
+    monkeypatch.setattr(ModelRunner, "_forward", spoilt)
     driver = Driver(ModelRunner(load(options(tmp_path))), prompts, seed=5)
     driver.run(output_tokens=10)
     assert driver.failed == {3: "the model's logits are not finite numbers"}

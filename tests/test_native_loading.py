@@ -439,7 +439,7 @@ def test_a_model_it_knows_is_served_natively_and_others_by_transformers(tmp_path
     assert isinstance(loading.load_device(options(tmp_path / "gemma")), ModelRunner)
 
 
-@pytest.mark.parametrize("others", [{"decoder": "native"}, {"quantization": "int8"}], ids=str)
+@pytest.mark.parametrize("others", [{"decoder": "native"}, {"quantization": "int4"}], ids=str)
 def test_what_is_asked_for_and_cannot_be_is_refused(others: dict[str, object], tmp_path: Path) -> None:
     tiny(tmp_path)
     with pytest.raises(CannotLoad, match=r"on the CPU only: give device='cpu', not 'cuda'"):
@@ -449,7 +449,7 @@ def test_what_is_asked_for_and_cannot_be_is_refused(others: dict[str, object], t
         loading.load_device(options(tmp_path, **others))
 
 
-def test_quantized_weights_are_the_native_decoders(tmp_path: Path) -> None:
+def test_four_bits_are_the_native_decoders(tmp_path: Path) -> None:
     tiny(tmp_path)
     assert isinstance(loading.load_device(options(tmp_path, quantization="int4")), NativeRunner)
     with pytest.raises(CannotLoad, match="quantization 'int4' needs the native decoder"):
@@ -485,7 +485,7 @@ def test_without_a_compiler_transformers_serves_unless_that_is_not_what_was_aske
     (warning,) = (entry for entry in entries if entry["event"] == "native_decoder_unsuitable")
     assert warning["log_level"] == "warning"
     assert "no-such-compiler" in str(warning["reason"])
-    for others in ({"decoder": "native"}, {"quantization": "int8"}):
+    for others in ({"decoder": "native"}, {"quantization": "int4"}):
         with pytest.raises(CannotLoad, match="no C\\+\\+ compiler: looked for no-such-compiler"):
             loading.load_device(options(tmp_path, **others))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support import Recorder
+from support import Recorder, finished
 from tiny_models import NATIVE, Driver, Mover, greedy_alone, options, random_prompts, save
 
 from cuelight.actors.executor.batch import Batch
@@ -106,7 +106,7 @@ class Stepper:
         )
 
     def run(self, step: ExecuteStep) -> dict[int, int]:
-        return tokens_of(self.runner.run(self.runner.prepare(step)))
+        return tokens_of(finished(self.runner.run(self.runner.prepare(step))))
 
 
 def tokens_of(done: StepDone) -> dict[int, int]:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from cuelight.actors.executor.batch import Draw
-from cuelight.actors.executor.chance import uniform
-from cuelight.actors.executor.model.sampling import sample
+from cuelight.actors.executor.chance import uniform, uniforms
+from cuelight.actors.executor.model import sampling as sampling_module
+from cuelight.actors.executor.model.graphs_checked import waits
+from cuelight.actors.executor.model.sampling import FEW, peak_bytes, sample
+from cuelight.actors.executor.native import sampling as plain
 from cuelight.messages.request import RequestId, Sampling
 
 VOCABULARY = 50
@@ -189,7 +196,9 @@ def test_tokens_of_no_probability_are_never_chosen() -> None:
 
 
 def test_the_last_token_is_chosen_when_u_is_as_large_as_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuelight.actors.executor.model.sampling.uniform", lambda seed, position: 1 - 2.0**-53)
+    monkeypatch.setattr(
+        "cuelight.actors.executor.model.sampling.uniforms", lambda seeds, _: np.full(len(seeds), 1 - 2.0**-53)
+    )
     logits = torch.zeros(1, VOCABULARY)
     logits[0, -1] = -math.inf
     assert sample(logits.clone(), [draw(Sampling(temperature=1.0))], ()).tolist() == [VOCABULARY - 2]
@@ -226,3 +235,107 @@ def test_uniform_is_a_function_of_seed_and_position(seed: int, position: int) ->
     assert uniform(seed, position) == uniform(seed, position)
     assert uniform(seed, position) != uniform(seed, position + 1)
     assert uniform(seed, position) != uniform((seed + 1) % 2**64, position)
+
+
+@given(st.lists(st.tuples(SEEDS, st.integers(0, 10**9)), min_size=1, max_size=20))
+def test_uniforms_are_uniform_for_each(pairs: list[tuple[int, int]]) -> None:
+    seeds, positions = zip(*pairs, strict=True)
+    assert uniforms(seeds, positions).tolist() == [uniform(*pair) for pair in pairs]
+
+
+def mixed(count: int, seed: int) -> list[Draw]:
+    """Rows of every kind beside each other."""
+    chance = random.Random(seed)
+    wishes = [
+        Sampling(
+            temperature=chance.choice([0.0, 0.3, 1.0, 5.0]),
+            top_k=chance.choice([0, 0, 1, 40, FEW, FEW + 1, 10**6]),
+            top_p=chance.choice([1.0, 1.0, 0.99, 0.6, 0.01]),
+            min_tokens=chance.choice([0, 0, 9]),
+            seed=chance.getrandbits(64),
+            stop_token_ids=tuple(chance.sample(range(3000), 2)),
+            ignore_eos=chance.random() < 0.5,
+        )
+        for _ in range(count)
+    ]
+    return [draw(wish, position=chance.randrange(10**6)) for wish in wishes]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("at_once", [1, 10_000, 1 << 22])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_every_mixture_is_what_the_plain_sampler_says(
+    rounded: bool, at_once: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in pieces, and where most logits have equals."""
+    monkeypatch.setattr(sampling_module, "ELEMENTS_MAX", at_once)
+    logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(seed)) * 3
+    logits = (logits * 4).round() / 4 if rounded else logits
+    draws = mixed(40, seed)
+    expected = [plain.choose(row.numpy().copy(), one, (7, 8)) for row, one in zip(logits, draws, strict=True)]
+    assert sample(logits, draws, (7, 8)).tolist() == expected
+
+
+class Operations(TorchDispatchMode):
+    """What torch is asked to do, and whether anybody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # as torch's
+        assert not waits(function, args), f"the host waits for {function}"
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("size", [1, 40])
+def test_nobody_waits_while_tokens_are_chosen(size: int) -> None:
+    draws = mixed(size, 3)
+    with Operations() as seen:
+        sample(torch.randn(size, 3000), draws, (7, 8))
+    assert seen.names
+
+
+def test_only_what_is_asked_for_is_computed() -> None:
+    def operations(*wishes: Sampling) -> set[str]:
+        with Operations() as seen:
+            sample(torch.randn(len(wishes), 3000), [draw(wish) for wish in wishes], ())
+        return set(seen.names)
+
+    greedy, hot = Sampling(), Sampling(temperature=1.0, seed=1)
+    few, cut = Sampling(temperature=1.0, top_k=5), Sampling(temperature=1.0, top_p=0.5)
+    assert not operations(greedy, greedy) & {"sort", "topk", "cumsum", "exp_", "index", "_to_copy"}
+    assert "cumsum" in operations(greedy, hot)
+    assert not operations(greedy, hot) & {"sort", "topk"}
+    assert "topk" in operations(hot, few)
+    assert "sort" not in operations(hot, few)
+    assert "sort" in operations(greedy, cut)
+
+
+class Made(TorchDispatchMode):
+    """Bytes of all that is made, as if nothing were ever given back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # as torch's
+        result = function(*args, **(kwargs or {}))
+        for each in tree_flatten(result)[0]:
+            if isinstance(each, torch.Tensor):
+                self._kept.setdefault(each.untyped_storage().data_ptr(), each)
+        return result
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": FEW, "top_p": 0.9}])
+def test_the_memory_that_is_said_to_be_needed_is_enough(options: dict[str, float]) -> None:
+    rows, vocabulary = 8, 20_000
+    wish = Sampling(temperature=1.0, **options)  # type: ignore[arg-type]  # by name
+    with Made() as made:
+        sample(torch.randn(rows, vocabulary), [draw(wish)] * rows, ())
+    assert 0.2 * peak_bytes(rows, vocabulary) < made.bytes() - 4 * rows * vocabulary < peak_bytes(rows, vocabulary)
+    assert peak_bytes(100_000, vocabulary) == peak_bytes(10_000, vocabulary), "more rows are treated in pieces"

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch
 import transformers
-from support import Recorder
+from support import Recorder, finished
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from cuelight.actors.executor.batch import Batch
-from cuelight.actors.executor.device import Device
+from cuelight.actors.executor.device import Device, Pending
 from cuelight.actors.executor.options import LoadOptions
 from cuelight.messages.executor import Chunk, ExecuteStep, Extension, Row
 from cuelight.messages.request import BlockCopies, Copying, RequestId, Sampling
+from cuelight.messages.scheduler import StepDone
 from cuelight.model_cache import cache_directory
 
 VOCABULARY = 100
@@ -139,6 +140,10 @@ class Driver:
         return 1 if left <= 0 else self.chance.randint(1, min(left, 20))
 
     def _run(self, chunks: list[tuple[int, int]]) -> None:
+        step = self._planned(chunks)
+        self._heard(finished(self.runner.run(self.runner.prepare(step))))
+
+    def _planned(self, chunks: list[tuple[int, int]]) -> ExecuteStep:
         chunks.sort(key=lambda chunk: chunk[1] > 1)
         rows, extensions = [], []
         for index, count in chunks:
@@ -163,7 +168,10 @@ class Driver:
             reply_to=Recorder(),
         )
         self._step += 1
-        done = self.runner.run(self.runner.prepare(step))
+        self._ended = ()
+        return step
+
+    def _heard(self, done: StepDone) -> None:
         self._ended = tuple(request_id for request_id, _ in done.failed)
         self.failed.update(done.failed)
         for request_id, token_id in zip(done.request_ids, done.token_ids, strict=True):
@@ -183,6 +191,52 @@ def greedy_alone(model: PreTrainedModel, prompt: Sequence[int], count: int) -> l
 def random_prompts(seed: int) -> list[list[int]]:
     chance = random.Random(seed)
     return [[chance.randrange(2, VOCABULARY) for _ in range(length)] for length in (1, 3, 4, 17, 40, 71)]
+
+
+class Pipeline(Driver):
+    """Steps are planned and prepared while others run: three are in flight at most, in any order that is allowed.
+
+    No more than four rows are there at once. Each ends with the step after its last, and its slot is the next one's.
+    """
+
+    def __init__(self, runner: Device[Batch], prompts: Sequence[Sequence[int]], seed: int) -> None:
+        super().__init__(runner, prompts, seed)
+        self.in_flight_most = 0
+        self._prepared: list[Batch] = []
+        self._running: list[StepDone | Pending[StepDone]] = []
+        self._sampled = dict.fromkeys(self.outputs, 0)
+
+    def run(self, output_tokens: int) -> None:
+        waiting, active = list(self.outputs), list[int]()
+        while waiting or active:
+            while waiting and len(active) < 4:
+                active.append(waiting.pop(0))
+            chosen = self.chance.sample(active, self.chance.randint(1, len(active)))
+            chunks = [(index, self._count(index)) for index in chosen]
+            while len(self._prepared) + len(self._running) > 2 or self.chance.random() < 0.5:
+                self.go_on()
+            self._prepared.append(self.runner.prepare(self._planned(chunks)))
+            self.in_flight_most = max(self.in_flight_most, len(self._prepared) + len(self._running))
+            for index in chosen:
+                self._sampled[index] += self.computed[index] >= len(self.prompts[index])
+                if self._sampled[index] == output_tokens:
+                    active.remove(index)
+                    self._ended += (RequestId(index),)
+        while self._prepared or self._running:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Launch a step, or wait for one."""
+        if self._prepared and (not self._running or self.chance.random() < 0.5):
+            self._running.append(self.runner.run(self._prepared.pop(0)))
+        elif self._running:
+            ended = self._ended
+            self._heard(self.finish(self._running.pop(0)))
+            assert not self._ended, "no row fails"
+            self._ended = ended
+
+    def finish(self, result: StepDone | Pending[StepDone]) -> StepDone:
+        return finished(result)
 
 
 class Mover(Driver):
@@ -228,7 +282,8 @@ class Mover(Driver):
         self.blocks[index] = copies
 
     def _copy(self, copying: Copying, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self.runner.copy(BlockCopies(copying, tuple(sources), tuple(targets)))
+        if (pending := self.runner.copy(BlockCopies(copying, tuple(sources), tuple(targets)))) is not None:
+            pending.wait()
         self.moves[copying] += 1
 
     def _leave(self, index: int) -> None:

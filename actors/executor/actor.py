@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Never, TypeAlias, TypeVar, assert_never
 
 import msgspec
 
-from cuelight.actors.executor.device import Device
+from cuelight.actors.executor.device import Device, Pending
 from cuelight.kernel import Actor, Context, Worker, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.executor import ExecuteStep
@@ -42,18 +43,36 @@ class _Prepared(msgspec.Struct, frozen=True, tag=True):
     step: ExecuteStep
 
 
-class _Ended(msgspec.Struct, frozen=True, tag=True):
-    """The step is over; the answer is due."""
+class _Launched(msgspec.Struct, frozen=True, tag=True):
+    """The device has the step, and those before. No `outcome`: it is still at it, and somebody must wait."""
+
+    epoch: int
+    step: int
+    reply_to: Address[StepDone | StepFailed]
+    outcome: StepDone | StepFailed | None
+
+
+class _Read(msgspec.Struct, frozen=True, tag=True):
+    """What somebody waited for has come."""
 
     reply_to: Address[StepDone | StepFailed]
     outcome: StepDone | StepFailed
 
 
-ExecutorInbox: TypeAlias = ExecuteStep | _Loaded | _LoadFailed | _Prepared | _Ended
+ExecutorInbox: TypeAlias = ExecuteStep | _Loaded | _LoadFailed | _Prepared | _Launched | _Read
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """What the device still works at for one step: its copies, then the step itself, unless that is decided."""
+
+    copies: list[Pending[None]]
+    result: Pending[StepDone] | StepDone | StepFailed
 
 
 class Executor(Generic[B], Actor[ExecutorInbox]):
-    """Two threads in a row: while the device runs one step, the next one's batch is prepared.
+    """Three threads in a row: while the device runs one step, the next one's batch is prepared and handed to it, and
+    the results of the one before are read.
 
     The device and its batches stay with the threads; the handlers see neither, so a recorded inbox replays without.
     """
@@ -70,9 +89,12 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         self._observer = observer
         self._preparing: Worker[ExecutorInbox] = context.worker("prepare")
         self._running: Worker[ExecutorInbox] = context.worker("device")
+        self._reading: Worker[ExecutorInbox] = context.worker("read")
+        self._unread = 0  # steps that the reading thread has been given
         self._device: Device[B] | None = None
-        self._prepared: deque[Callable[[], StepDone]] = deque()
-        self._void_epoch = -1
+        self._prepared: deque[Callable[[], StepDone | Pending[StepDone]]] = deque()
+        self._flights: deque[_Flight] = deque()
+        self._void = (-1, 0)  # epoch and number of a step that failed: what comes after it in the epoch is void
         self._copying = False  # and still true after a copy that failed
 
     def started(self) -> None:
@@ -84,15 +106,18 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
                 self._preparing.submit(
                     partial(self._prepare, message),
                     done=lambda _: _Prepared(message),
-                    failed=partial(self._failure, message),
+                    failed=partial(self._launch_failed, message),
                 )
             case _Prepared(step):
                 self._running.submit(
-                    partial(self._run, step),
-                    done=partial(_Ended, step.reply_to),
-                    failed=partial(self._failure, step),
+                    partial(self._launch, step),
+                    done=partial(_Launched, step.epoch, step.step, step.reply_to),
+                    failed=partial(self._launch_failed, step),
                 )
-            case _Ended(reply_to, outcome):
+            case _Launched():
+                self._launched(message)
+            case _Read(reply_to, outcome):
+                self._unread -= 1
                 reply_to.tell(outcome)
             case _Loaded(block_count, block_size, host):
                 self._scheduler.tell(ExecutorReady(block_count, block_size, host))
@@ -100,6 +125,18 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
                 self._observer.tell(LoadFailed(error))
             case _:
                 assert_never(message)
+
+    def _launched(self, step: _Launched) -> None:
+        outcome = step.outcome
+        if outcome is not None and not self._unread:
+            step.reply_to.tell(outcome)
+            return
+        self._unread += 1  # steps are answered in order, so one that is over may have to wait for those before it
+        self._reading.submit(
+            partial(self._read, step) if outcome is None else lambda: outcome,
+            done=partial(_Read, step.reply_to),
+            failed=lambda error: _Read(step.reply_to, self._fail(step, error, contents_lost=False)),
+        )
 
     def _load_device(self) -> _Loaded:
         """On the device thread."""
@@ -125,23 +162,62 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         else:
             self._prepared.append(partial(self._device.run, batch))
 
-    def _run(self, step: ExecuteStep) -> StepDone | StepFailed:
+    def _launch(self, step: ExecuteStep) -> StepDone | StepFailed | None:
         """On the device thread. After a failed step the rest of its epoch stands on sand, and only copies blocks."""
         assert self._device is not None
         run = self._prepared.popleft()
         self._copying = True
-        for copies in step.copies:
-            self._device.copy(copies)
+        copies = [pending for each in step.copies if (pending := self._device.copy(each)) is not None]
         self._copying = False
-        if step.epoch == self._void_epoch:
-            return StepFailed(step.epoch, step.step, "an earlier step of this epoch failed")
-        return run()
+        result: StepDone | StepFailed | Pending[StepDone]
+        try:
+            result = _void(step) if self._is_void(step) else run()
+        except Exception as error:
+            result = self._fail(step, error, contents_lost=False)  # unless a copy fails too
+        if isinstance(result, StepDone | StepFailed) and not copies:
+            return result
+        self._flights.append(_Flight(copies, result))
+        return None
 
-    def _failure(self, step: ExecuteStep, error: Exception) -> _Ended:
+    def _launch_failed(self, step: ExecuteStep, error: Exception) -> _Launched:
         """On the device thread."""
-        self._void_epoch = step.epoch
-        log.error("step_raised", epoch=step.epoch, step=step.step, copying=self._copying, exc_info=error)
-        return _Ended(step.reply_to, StepFailed(step.epoch, step.step, repr(error), contents_lost=self._copying))
+        failed = self._fail(step, error, contents_lost=self._copying)
+        return _Launched(step.epoch, step.step, step.reply_to, failed)
+
+    def _read(self, step: _Launched) -> StepDone | StepFailed:
+        """On the reading thread. Whatever fails, the device is through with the step afterwards."""
+        flight = self._flights.popleft()
+        errors = [error for copies in flight.copies if (error := _error_of(copies)) is not None]
+        outcome: StepDone | StepFailed
+        try:
+            outcome = flight.result if isinstance(flight.result, StepDone | StepFailed) else flight.result.wait()
+        except Exception as error:
+            outcome = _void(step) if self._is_void(step) else self._fail(step, error, contents_lost=False)
+        if errors:
+            return self._fail(step, errors[0], contents_lost=True)
+        return _void(step) if self._is_void(step) else outcome
+
+    def _is_void(self, step: ExecuteStep | _Launched) -> bool:
+        epoch, number = self._void
+        return step.epoch == epoch and step.step > number
+
+    def _fail(self, step: ExecuteStep | _Launched, error: Exception, *, contents_lost: bool) -> StepFailed:
+        """On the device or the reading thread."""
+        self._void = (step.epoch, step.step)
+        log.error("step_raised", epoch=step.epoch, step=step.step, copying=contents_lost, exc_info=error)
+        return StepFailed(step.epoch, step.step, repr(error), contents_lost=contents_lost)
+
+
+def _void(step: ExecuteStep | _Launched) -> StepFailed:
+    return StepFailed(step.epoch, step.step, "an earlier step of this epoch failed")
+
+
+def _error_of(pending: Pending[None]) -> Exception | None:
+    try:
+        pending.wait()
+    except Exception as error:
+        return error
+    return None
 
 
 def _raise(error: BaseException) -> Never:

@@ -17,30 +17,35 @@ NULL_BLOCK = 0
 """Padding in block tables points here; nobody's tokens live in it."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _DeviceRow:
-    """`length` counts the row's tokens, known or being sampled; `computed` those whose K/V is, or will be, written."""
+    """`length` counts the row's tokens, known or being sampled; `computed` those whose K/V is, or will be, written.
+
+    The block table is there twice: `blocks` to look one up, and `block_ids`, perhaps with padding behind, for many.
+    """
 
     slot: int
     known: Ints
     prompt_tokens: int
     length: int
     computed: int
+    blocks: list[int]
     block_ids: Ints
-    block_count: int
     sampling: Sampling
 
     def extend(self, block_ids: tuple[int, ...]) -> None:
-        needed = self.block_count + len(block_ids)
-        if needed > len(self.block_ids):
-            grown = np.full(max(needed, 2 * len(self.block_ids)), NULL_BLOCK, np.int64)
-            grown[: self.block_count] = self.block_ids[: self.block_count]
+        """What is in the table stays as it is, so batches may go on looking at it."""
+        count = len(self.blocks)
+        self.blocks.extend(block_ids)
+        if len(self.blocks) > len(self.block_ids):
+            grown = np.full(max(len(self.blocks), 2 * len(self.block_ids)), NULL_BLOCK, np.int64)
+            grown[:count] = self.block_ids[:count]
             self.block_ids = grown
-        self.block_ids[self.block_count : needed] = block_ids
-        self.block_count = needed
+        self.block_ids[count : len(self.blocks)] = block_ids
 
 
-@dataclass(frozen=True)
+# The next two might be frozen, but there is one for each row of each step, and that takes three times as long.
+@dataclass(slots=True)
 class Sequence:
     """One chunk in the batch: tokens `start:stop` of the flat batch end at `context_length` tokens of its row."""
 
@@ -50,7 +55,7 @@ class Sequence:
     block_ids: Ints
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Draw:
     """One row that samples: from the logits of flat token `index`, the token at `position` of its text."""
 
@@ -68,7 +73,8 @@ class Batch:
 
     `token_ids`, `positions`, `blocks` and `offsets` have shape [T]: what to compute, where in its row it stands, and
     which slot of which block takes its K/V. Tokens listed in `fed` (flat indices) come from the device instead, from
-    the rows in `fed_slots`.
+    the rows in `fed_slots`. The rows in `freed_slots` belong to nobody once the steps before are done, or to a row that
+    enters with this step.
     """
 
     epoch: int
@@ -81,6 +87,7 @@ class Batch:
     fed_slots: list[int] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     draws: list[Draw] = field(default_factory=list)
+    freed_slots: list[int] = field(default_factory=list)
 
 
 class Rows:
@@ -95,31 +102,36 @@ class Rows:
 
     def prepare(self, step: ExecuteStep) -> Batch:
         """Apply what changed and lay out the step's chunks, in the order given."""
-        self._apply(step)
+        freed_slots = self._apply(step)
         total = sum(chunk.token_count for chunk in step.chunks)
         shape = (4, total)
         token_ids, positions, blocks, offsets = np.zeros(shape, np.int64)
-        batch = Batch(step.epoch, step.step, token_ids, positions, blocks, offsets)
-        start = 0
-        for chunk in step.chunks:
-            self._lay_out(batch, chunk, self._rows[chunk.request_id], start)
+        batch = Batch(step.epoch, step.step, token_ids, positions, blocks, offsets, freed_slots=freed_slots)
+        start = self._lay_out_tokens(batch, step.chunks)
+        for chunk in step.chunks[start:]:
+            self._lay_out(batch, chunk, start)
             start += chunk.token_count
         return batch
 
-    def _apply(self, step: ExecuteStep) -> None:
+    def _apply(self, step: ExecuteStep) -> list[int]:
+        """The slots that are freed."""
+        freed: list[int] = []
         if step.epoch != self._epoch:
             self._epoch = step.epoch
+            freed.extend(range(self._slot_count))
             self._rows.clear()
             self._free_slots.clear()
             self._slot_count = 0
         for request_id in step.ended:
             # Steps run in order, so a slot may be taken over by the very step that frees it.
-            heapq.heappush(self._free_slots, self._rows.pop(request_id).slot)
+            freed.append(self._rows.pop(request_id).slot)
+            heapq.heappush(self._free_slots, freed[-1])
         for row in step.rows:
             assert row.request_id not in self._rows, "a row enters once"
             self._rows[row.request_id] = self._enter(row)
         for extension in step.extensions:
             self._rows[extension.request_id].extend(extension.block_ids)
+        return freed
 
     def _enter(self, row: Row) -> _DeviceRow:
         if self._free_slots:
@@ -133,34 +145,60 @@ class Rows:
             prompt_tokens=row.prompt_tokens,
             length=len(row.token_ids),
             computed=row.computed_tokens,
+            blocks=list(row.block_ids),
             block_ids=np.array(row.block_ids, np.int64),
-            block_count=len(row.block_ids),
             sampling=row.sampling,
         )
 
-    def _lay_out(self, batch: Batch, chunk: Chunk, row: _DeviceRow, start: int) -> None:
-        begin, end = row.computed, row.computed + chunk.token_count
-        stop = start + chunk.token_count
+    def _lay_out_tokens(self, batch: Batch, chunks: tuple[Chunk, ...]) -> int:
+        """The first chunks, as long as they are of one token; how many they are.
+
+        In most steps these are all, and they are many: so numbers are put into lists, and those into arrays at once.
+        """
+        token_ids: list[int] = []
+        positions: list[int] = []
+        blocks: list[int] = []
+        for start, chunk in enumerate(chunks):
+            if chunk.token_count != 1:
+                break
+            row = self._rows[chunk.request_id]
+            position = row.computed
+            token_ids.append(int(row.known[position]) if position < len(row.known) else 0)
+            positions.append(position)
+            self._take(batch, chunk, row, start)  # which looks whether there is such a block
+            blocks.append(row.blocks[position // self._block_size])
+        count = len(positions)
+        batch.token_ids[:count], batch.positions[:count], batch.blocks[:count] = token_ids, positions, blocks
+        batch.offsets[:count] = batch.positions[:count] % self._block_size
+        return count
+
+    def _lay_out(self, batch: Batch, chunk: Chunk, start: int) -> None:
+        row = self._rows[chunk.request_id]
+        begin, stop = row.computed, start + chunk.token_count
+        known = row.known[begin : begin + chunk.token_count]
+        batch.token_ids[start : start + len(known)] = known
+        positions = np.arange(begin, begin + chunk.token_count)
+        self._take(batch, chunk, row, start)
+        batch.positions[start:stop] = positions
+        batch.blocks[start:stop] = row.block_ids[positions // self._block_size]
+        batch.offsets[start:stop] = positions % self._block_size
+
+    def _take(self, batch: Batch, chunk: Chunk, row: _DeviceRow, start: int) -> None:
+        """The row's next tokens are the batch's, from `start` on."""
+        begin, stop = row.computed, start + chunk.token_count
+        end = begin + chunk.token_count
         assert end <= row.length, "a chunk computes tokens that exist"
-        assert end <= row.block_count * self._block_size, "the block table covers the chunk"
-        known_end = min(end, len(row.known))
-        if begin < known_end:
-            batch.token_ids[start : start + known_end - begin] = row.known[begin:known_end]
+        assert end <= len(row.blocks) * self._block_size, "the block table covers the chunk"
         if end > len(row.known):
             # Sampled tokens are known to the device alone, which keeps the newest.
             assert end == row.length and end - max(begin, len(row.known)) == 1, "one sampled token at a time"
             batch.fed.append(stop - 1)
             batch.fed_slots.append(row.slot)
-        positions = np.arange(begin, end)
-        batch.positions[start:stop] = positions
-        batch.blocks[start:stop] = row.block_ids[positions // self._block_size]
-        batch.offsets[start:stop] = positions % self._block_size
-        used = -(-end // self._block_size)
-        batch.sequences.append(Sequence(start, stop, end, row.block_ids[:used].copy()))
+        batch.sequences.append(Sequence(start, stop, end, row.block_ids[: -(-end // self._block_size)]))
         row.computed = end
         if end == row.length:
-            output_index = row.length - row.prompt_tokens
-            batch.draws.append(Draw(chunk.request_id, row.slot, stop - 1, row.length, output_index, row.sampling))
+            output_index = end - row.prompt_tokens
+            batch.draws.append(Draw(chunk.request_id, row.slot, stop - 1, end, output_index, row.sampling))
             row.length += 1
 
     @property

@@ -9,12 +9,23 @@ from cuelight.messages.request import BlockCopies, HostTier
 from cuelight.messages.scheduler import StepDone
 
 B = TypeVar("B")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Pending(Protocol[R_co]):
+    """Work that a device has taken on and goes on with by itself."""
+
+    def wait(self) -> R_co:
+        """Block until it is done; its result. Raises what the work raised. Called once."""
 
 
 class Device(Protocol[B]):
-    """Steps are prepared in order on one thread and run in the same order on another, so both may overlap.
+    """Steps are prepared in order on one thread, run in the same order on another, and waited for, where there is
+    something to wait for, in the same order on a third; so all three may overlap.
 
-    `prepare` alone touches what it needs of the rows; `copy` and `run` alone touch the device, on one thread.
+    `prepare` alone touches what it needs of the rows; `copy` and `run` alone give the device work, on one thread. A
+    device that computes while they are called answers with the result; one that works by itself with what is pending,
+    and then it can be given the next step before this one is done.
     """
 
     @property
@@ -32,8 +43,8 @@ class Device(Protocol[B]):
     def prepare(self, step: ExecuteStep) -> B:
         """Apply the step's changes to the rows and lay out its batch. Does not depend on sampled tokens."""
 
-    def copy(self, copies: BlockCopies) -> None:
+    def copy(self, copies: BlockCopies) -> Pending[None] | None:
         """Copy whole blocks. Called before `run` of the step that carries the copies, also if that step is not run."""
 
-    def run(self, batch: B) -> StepDone:
-        """Compute the batch and sample from it."""
+    def run(self, batch: B) -> StepDone | Pending[StepDone]:
+        """Compute the batch and sample from it. A batch that was prepared may also be dropped, if its step is void."""

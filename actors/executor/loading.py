@@ -22,23 +22,28 @@ GPU_FILES = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/d
 
 def load_device(options: LoadOptions) -> Device[Batch]:
     """The model on its device, with the fastest decoder that serves it there. Blocks. Raises CannotLoad."""
-    is_forced = options.decoder == "native" or options.quantization is not None
-    if is_forced and options.decoder == "transformers":
-        raise CannotLoad(f"quantization {options.quantization!r} needs the native decoder, not decoder 'transformers'")
+    needs_native = _needs_native(options)
+    if needs_native and options.decoder == "transformers":
+        raise CannotLoad(f"{needs_native} needs the native decoder, not decoder 'transformers'")
     if options.decoder != "transformers" and _is_cpu(options.device):
         try:
             return native.load(options)
         except native.Unsuitable as reason:
-            if is_forced:
+            if needs_native:
                 raise CannotLoad(f"the native decoder cannot serve this model: {reason}") from reason
-            log.warning("native_decoder_unsuitable", reason=str(reason))
-    elif is_forced:
-        wanted = "decoder 'native'" if options.quantization is None else f"quantization {options.quantization!r}"
-        raise CannotLoad(f"{wanted} runs on the CPU only: give device='cpu', not {options.device!r}")
-    from cuelight.actors.executor.model.loading import load
-    from cuelight.actors.executor.runner import ModelRunner
+            log.warning("native_decoder_unsuitable", instead="transformers", reason=str(reason))
+    elif needs_native:
+        raise CannotLoad(f"{needs_native} runs on the CPU only: give device='cpu', not {options.device!r}")
+    from cuelight.actors.executor.runner import load_runner
 
-    return ModelRunner(load(options))
+    return load_runner(options)
+
+
+def _needs_native(options: LoadOptions) -> str:
+    """What is asked for that nobody else has; empty for nothing."""
+    if options.decoder == "native":
+        return "decoder 'native'"
+    return f"quantization {options.quantization!r}" if options.quantization == "int4" else ""
 
 
 def _is_cpu(device: str) -> bool:

@@ -19,9 +19,11 @@ class CannotLoad(Exception):
 class LoadOptions:
     """Which model, in which precision, with how large a pool.
 
-    `block_count` wins over `kv_cache_bytes`; with neither, the pool takes a quarter of the free memory, at most 2 GiB.
-    `host_kv_cache_bytes` wins over `host_block_count`. Steps have `token_budget` tokens at most. What takes how long is
-    measured by `now`, in seconds. Compiled code is kept in `code_folder`, if there is one.
+    `block_count` wins over `kv_cache_bytes`; with neither, the pool takes a quarter of the CPU's free memory, at most
+    2 GiB, or of CUDA's what everything else leaves over of `memory_fraction`. `host_kv_cache_bytes` wins over
+    `host_block_count`. Steps have `token_budget` tokens of `running_max` requests at most. What takes how long is
+    measured by `now`, in seconds. Compiled code is kept in `code_folder`, if there is one; `eager` compiles none of the
+    model's own, None decides by the device.
     """
 
     folder: Path
@@ -39,6 +41,9 @@ class LoadOptions:
     now: Callable[[], float]
     host_block_count: int = 0
     host_kv_cache_bytes: int | None = None
+    running_max: int = 64
+    memory_fraction: float = 0.9
+    eager: bool | None = None
 
     def blocks(self, block_bytes: int, budget: int) -> int:
         """Blocks of the pool; by default as many as `budget` bytes hold. Raises CannotLoad."""

@@ -1,29 +1,94 @@
-"""The device with a real model on it: the transformers forward over one flat batch, and sampling."""
+"""The device with a real model on it: the transformers forward over one flat batch, and sampling.
+
+What a step needs goes to the device beforehand, on one way; its tokens come back behind it, on another. Between them
+the device computes one step after the other, and nobody on the host waits for it but who reads the tokens.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import assert_never
 
+import numpy as np
 import torch
 
-from cuelight.actors.executor.batch import Batch, Rows
-from cuelight.actors.executor.model.attention import attending
-from cuelight.actors.executor.model.loading import LoadedModel
-from cuelight.actors.executor.model.sampling import sample
+from cuelight.actors.executor.batch import Batch, Ints, Rows
+from cuelight.actors.executor.model.attention import Attention, attending
+from cuelight.actors.executor.model.graphs import (
+    SIZES,
+    Capture,
+    CudaGraphs,
+    DecodeGraphs,
+    Plan,
+    PlanningBackend,
+    sizes_up_to,
+)
+from cuelight.actors.executor.model.loading import LoadedModel, load
+from cuelight.actors.executor.model.sampling import SamplingPlan, choose
+from cuelight.actors.executor.options import LoadOptions
+from cuelight.actors.executor.staging import Numbers, Staging, StagingPool
+from cuelight.actors.executor.stream import Event, Streams, ThreadStream
+from cuelight.kernel import get_logger
 from cuelight.messages.executor import ExecuteStep
 from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId
 from cuelight.messages.scheduler import StepDone
+
+log = get_logger("cuelight.executor")
+
+NOT_FINITE = "the model's logits are not finite numbers"
+POISON = -1
+"""With `debug_poison`, the last token of a row that belongs to nobody."""
+
+DEBUG_VARIABLE = "CUELIGHT_DEBUG_POISON"
+"""Set in the environment, it turns `debug_poison` on."""
+
+
+@dataclass(kw_only=True)
+class ModelBatch(Batch):
+    """A step's batch, with what has been laid out for the device and, once `moved`, is there.
+
+    The arrays lie in `staging`. Slots are below `slot_count`. `size` is that of the graph that the step is padded for;
+    None if it runs without. A backend that does not plan makes its `attention` in one go.
+    """
+
+    staging: Staging
+    sampling: SamplingPlan
+    slot_count: int
+    plan: Plan | None = None
+    size: int | None = None
+    attention: Attention | None = None
+    moved: Event | None = None
 
 
 class ModelRunner:
     """Prepares batches of rows and runs them.
 
-    Sampled tokens stay on the device in `_last_tokens`, by slot, and feed the next step from there.
+    Sampled tokens stay on the device in `_last_tokens`, by slot, and feed the next step from there. Another row takes a
+    slot over without a wait: all that reads and writes its token is in one stream.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        streams: Streams | None = None,
+        graphs: DecodeGraphs | None = None,
+        *,
+        debug_poison: bool | None = None,
+    ) -> None:
+        """Without `streams`, those that the device is best served by. With `debug_poison`, a step that is fed the token
+        of a row that belongs to nobody fails, at some cost to each; by default as the environment says.
+        """
         self._loaded = loaded
+        self._planning = loaded.backend if isinstance(loaded.backend, PlanningBackend) else None
+        self._streams = streams or _streams(loaded.device)
+        self._graphs = graphs
+        self._debugs = DEBUG_VARIABLE in os.environ if debug_poison is None else debug_poison
         self._rows = Rows(loaded.pool.block_size)
+        self._staging = StagingPool(loaded.device, is_shared=self._streams.prepare is None)
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=loaded.device)
 
     @property
@@ -41,18 +106,59 @@ class ModelRunner:
         """Host memory for blocks that leave the pool, and what its use costs."""
         return self._loaded.host_tier
 
+    def warm_up(self) -> None:
+        """Capture graphs of all sizes, if there are graphs. Blocks. Before the first step."""
+        if self._graphs is not None:
+            self._streams.compute.enqueue(torch.inference_mode()(self._graphs.warm_up))
+            self._streams.compute.record().wait()
+
     def prepare(self, step: ExecuteStep) -> Batch:
-        """Lay out one step on the host."""
-        return self._rows.prepare(step)
+        """Lay out one step on the host, and send it to the device."""
+        batch = self._rows.prepare(step)
+        size = None if self._graphs is None else self._graphs.size(batch)
+        prepared = ModelBatch(
+            **vars(batch),
+            staging=self._staging.take(),
+            sampling=SamplingPlan.of(batch.draws, self._loaded.eos_token_ids),
+            slot_count=max(self._rows.slot_count, 1 + max(batch.freed_slots, default=-1)),
+            plan=None if self._planning is None else self._planning.plan(batch, size),
+            size=size,
+        )
+        arrays: dict[str, Numbers] = {"token ids": batch.token_ids, "positions": batch.positions, **_slots(batch)}
+        arrays.update(prepared.sampling.arrays)
+        if prepared.plan is not None:
+            arrays["attention"] = prepared.plan.numbers
+        prepared.staging.fill(arrays, len(batch.draws) + self._debugs)
+        self._send(prepared)
+        return prepared
+
+    def _send(self, batch: ModelBatch) -> None:
+        def attend() -> None:
+            # Kept until the step is over, since the memory is this stream's and another one reads it.
+            batch.attention = self._loaded.attention(batch)
+
+        stream = self._streams.prepare
+        if batch.plan is None and stream is None:
+            attend()
+        elif batch.plan is None and stream is not None:
+            stream.enqueue(attend)
+        batch.moved = batch.staging.send(stream)
+
+    def copy(self, copies: BlockCopies) -> Event:
+        """Copy whole blocks, before what is computed later."""
+        assert copies.copying is Copying.FORK or self._loaded.host is not None, (
+            "blocks are moved only where there is memory for them"
+        )
+        self._streams.compute.enqueue(partial(self._copy, copies))
+        return self._streams.compute.record()
 
     @torch.inference_mode()
-    def copy(self, copies: BlockCopies) -> None:
-        """Copy whole blocks. On CUDA this queues the copies, and what is computed later waits for them there."""
+    def _copy(self, copies: BlockCopies) -> None:
         pool, host = self._loaded.pool, self._loaded.host
         if copies.copying is Copying.FORK:
             pool.fork(copies.sources, copies.targets)
             return
-        assert host is not None, "blocks are moved only where there is memory for them"
+        assert host is not None
         match copies.copying:
             case Copying.SAVE:
                 host.save(copies.sources, copies.targets)
@@ -61,42 +167,153 @@ class ModelRunner:
             case _:
                 assert_never(copies.copying)
 
+    def run(self, batch: Batch) -> Flight:
+        """One forward pass and one sampled token for each row that reached its end. Waits for nothing."""
+        assert isinstance(batch, ModelBatch), "batches come from `prepare`"
+        compute, staging = self._streams.compute, batch.staging
+        if batch.moved is not None:
+            compute.follow(batch.moved)
+        compute.enqueue(partial(self._compute, batch))
+        computed = compute.record()
+        fetched = staging.fetch(self._streams.read, computed)
+        events = [event for event in (batch.moved, computed, fetched) if event is not None]
+        return Flight(batch, events, self._staging)
+
     @torch.inference_mode()
-    def run(self, batch: Batch) -> StepDone:
-        """One forward pass and one sampled token for each row that reached its end."""
-        loaded = self._loaded
-        logits = self._forward(batch)
-        if logits is None:
-            return StepDone(batch.epoch, batch.step, (), ())
-        token_ids = sample(logits, batch.draws, loaded.eos_token_ids)
-        self._keep(batch, token_ids)
-        request_ids: list[RequestId] = []
-        good: list[int] = []
-        failed: list[tuple[RequestId, str]] = []
-        for draw, token_id in zip(batch.draws, token_ids.tolist(), strict=True):
-            if token_id < 0:
-                failed.append((draw.request_id, "the model's logits are not finite numbers"))
-            else:
-                request_ids.append(draw.request_id)
-                good.append(token_id)
-        return StepDone(batch.epoch, batch.step, tuple(request_ids), tuple(good), tuple(failed))
-
-    def _forward(self, batch: Batch) -> torch.Tensor | None:
-        """Logits [draws, vocabulary] of the tokens to sample after; None when every chunk is partial (rule 8)."""
-        loaded = self._loaded
-        token_ids = torch.from_numpy(batch.token_ids).to(loaded.device)
+    def _compute(self, batch: ModelBatch) -> None:
+        """In the computing stream."""
+        self._make_room(batch.slot_count)
+        on_device, draws = batch.staging.on_device, len(batch.draws)
+        results = batch.staging.results()
+        if self._debugs and batch.freed_slots:
+            self._last_tokens.index_fill_(0, on_device("freed slots"), POISON)
         if batch.fed:
-            token_ids[batch.fed] = self._last_tokens[batch.fed_slots]
-        keep = torch.tensor([draw.index for draw in batch.draws], dtype=torch.int64, device=loaded.device)
-        with attending(loaded.attention(batch)):
-            positions = torch.from_numpy(batch.positions).to(loaded.device)
-            logits = loaded.forward(token_ids[None], positions[None], keep)
-        return logits if batch.draws else None
+            self._feed(batch, results)
+        elif self._debugs:
+            results[draws:].zero_()
+        logits = self._forward(batch)
+        if draws:
+            token_ids = choose(logits, batch.sampling, on_device)
+            results[:draws].copy_(token_ids)
+            # A row without a usable token is ended by the scheduler; until then any valid id will do.
+            self._last_tokens.index_copy_(0, on_device("drawn slots"), token_ids.clamp_(min=0))
 
-    def _keep(self, batch: Batch, token_ids: torch.Tensor) -> None:
-        slots = [draw.slot for draw in batch.draws]
-        missing = max(slots) + 1 - len(self._last_tokens)
+    def _feed(self, batch: ModelBatch, results: torch.Tensor) -> None:
+        fed = self._last_tokens.index_select(0, batch.staging.on_device("fed slots"))
+        if self._debugs:
+            results[-1:].copy_((fed == POISON).sum())
+            fed.clamp_(min=0)
+        batch.staging.on_device("token ids").index_copy_(0, batch.staging.on_device("fed"), fed)
+
+    def _forward(self, batch: ModelBatch) -> torch.Tensor:
+        """Logits [draws, vocabulary] of the tokens to sample after; of none when every chunk is partial (rule 8)."""
+        on_device = batch.staging.on_device
+        token_ids, positions = on_device("token ids"), on_device("positions")
+        if batch.size is not None:
+            assert self._graphs is not None and batch.plan is not None, "who padded the step has graphs"
+            return self._graphs.run(batch.plan.key, batch.size, token_ids, positions, on_device("attention"))
+        with attending(self._attention(batch)):
+            return self._loaded.forward(token_ids[None], positions[None], on_device("drawn"))
+
+    def _attention(self, batch: ModelBatch) -> Attention:
+        if batch.attention is not None:
+            return batch.attention
+        assert self._planning is not None and batch.plan is not None, "who does not plan has made it"
+        return self._planning.bind(self._loaded.pool, batch.plan.key, batch.staging.on_device("attention"))
+
+    def _make_room(self, slot_count: int) -> None:
+        missing = slot_count - len(self._last_tokens)
         if missing > 0:
-            self._last_tokens = torch.nn.functional.pad(self._last_tokens, (0, max(missing, len(self._last_tokens))))
-        # A row without a usable token is ended by the scheduler; until then any valid id will do.
-        self._last_tokens[slots] = token_ids.clamp(min=0)
+            fresh = self._last_tokens.new_full((max(missing, len(self._last_tokens)),), POISON if self._debugs else 0)
+            self._last_tokens = torch.cat([self._last_tokens, fresh])
+
+
+class Flight:
+    """A step on its way through the device."""
+
+    def __init__(self, batch: ModelBatch, events: list[Event], staging: StagingPool) -> None:
+        self._batch, self._events, self._staging = batch, events, staging
+
+    def wait(self) -> StepDone:
+        """As `Pending.wait`: until the tokens are on the host, and the device is through with the step."""
+        error: BaseException | None = None
+        for event in self._events:
+            try:
+                event.wait()
+            except BaseException as raised:
+                error = error or raised
+        batch = self._batch
+        results = [] if error else batch.staging.fetched()
+        self._staging.give_back(batch.staging)
+        if error is not None:
+            raise error
+        assert len(results) == len(batch.draws) or results.pop() == 0, "no step is fed a token of a row that is gone"
+        return _done(batch, results)
+
+
+def _done(batch: Batch, token_ids: list[int]) -> StepDone:
+    request_ids: list[RequestId] = []
+    good: list[int] = []
+    failed: list[tuple[RequestId, str]] = []
+    for draw, token_id in zip(batch.draws, token_ids, strict=True):
+        if token_id < 0:
+            failed.append((draw.request_id, NOT_FINITE))
+        else:
+            request_ids.append(draw.request_id)
+            good.append(token_id)
+    return StepDone(batch.epoch, batch.step, tuple(request_ids), tuple(good), tuple(failed))
+
+
+def _slots(batch: Batch) -> dict[str, Ints]:
+    """Which tokens and rows the step is about, for the device."""
+    return {
+        "fed": np.array(batch.fed, np.int64),
+        "fed slots": np.array(batch.fed_slots, np.int64),
+        "drawn": np.array([draw.index for draw in batch.draws], np.int64),
+        "drawn slots": np.array([draw.slot for draw in batch.draws], np.int64),
+        "freed slots": np.array(batch.freed_slots, np.int64),
+    }
+
+
+def _streams(device: torch.device, compute: ThreadStream | None = None) -> Streams:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # what has been loaded so far was loaded in another stream
+        return Streams.cuda(device)
+    compute = compute or ThreadStream("cuelight compute")
+    if device.type == "cpu":
+        return Streams(compute)
+    return Streams(compute, ThreadStream("cuelight prepare"), ThreadStream("cuelight read"))
+
+
+def graphs_of(loaded: LoadedModel, capture: Capture, sizes: Sequence[int] = SIZES) -> DecodeGraphs | None:
+    """Graphs of decode steps with so many rows; None where the attention backend takes no part."""
+    if not isinstance(loaded.backend, PlanningBackend):
+        return None
+    weights = dict(chain(loaded.model.named_parameters(), loaded.model.named_buffers()))
+    for name, layers in (("keys", loaded.pool.keys), ("values", loaded.pool.values)):
+        weights.update({f"{name} {layer}": tensor for layer, tensor in enumerate(layers)})
+    return DecodeGraphs(capture, loaded.backend, loaded.pool, loaded.forward, weights, sizes)
+
+
+def load_runner(options: LoadOptions) -> ModelRunner:
+    """The model on its device, ready to run. Raises CannotLoad."""
+    # On the CPU the thread that loads is the one that computes: each that ever does gets a team of threads, and these
+    # would be in each other's way.
+    stream = ThreadStream("cuelight compute")
+    loaded = stream.call(partial(load, options))
+    if loaded.device.type != "cuda":
+        return ModelRunner(loaded, _streams(loaded.device, stream))
+    stream.close()
+    graphs = None
+    if not options.eager:
+        graphs = graphs_of(loaded, CudaGraphs(), sizes_up_to(min(options.running_max, options.token_budget)))
+    runner = ModelRunner(loaded, graphs=graphs)
+    began, reserved = options.now(), torch.cuda.memory_reserved(loaded.device)
+    runner.warm_up()
+    log.info(
+        "graphs",
+        count=0 if graphs is None else graphs.count,
+        seconds=round(options.now() - began, 3),
+        bytes=torch.cuda.memory_reserved(loaded.device) - reserved,
+    )
+    return runner

@@ -7,6 +7,7 @@ the runner sets, because no cache object passes through the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from cuelight.actors.executor.batch import Batch, Sequence
+from cuelight.actors.executor.batch import Batch, Ints, Sequence
 from cuelight.actors.executor.model.pool import KVPool
 
 ATTENTION_NAME = "cuelight_paged"
@@ -34,8 +35,8 @@ GATHERED_TOKENS_MAX = 8192
 class _Group:
     """R rows with n query tokens each, attending together.
 
-    `queries`: flat indices [R * n]. `runs`: [R * kv_heads * blocks] (block, head) runs of the pool to gather. `mask`:
-    [R, 1, groups * n, context] added to the scores; the query heads that share a KV head lie along the query axis.
+    `queries`: flat indices [R * n]. `runs`: [R * kv_heads * blocks] (block, head) runs of the pool to gather.
+    `last`: [R, n, 1], the position of each query, which is the last that it sees.
     """
 
     rows: int
@@ -43,7 +44,7 @@ class _Group:
     context: int
     queries: torch.Tensor
     runs: torch.Tensor
-    mask: torch.Tensor
+    last: Ints
 
 
 class PagedAttention:
@@ -62,6 +63,7 @@ class PagedAttention:
         begun = np.setdiff1d(batch.blocks[batch.offsets == 0], batch.blocks[batch.offsets == pool.block_size - 1])
         self._begun = torch.from_numpy(begun).to(device) if len(begun) else None
         self._groups = [self._group(sequences) for sequences in _alike(batch.sequences, pool.block_size)]
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
         runs = max((len(group.runs) for group in self._groups), default=0)
         self._key_buffer, self._value_buffer = pool.buffers(runs)
 
@@ -73,24 +75,43 @@ class PagedAttention:
             table[row, : len(sequence.block_ids)] = sequence.block_ids
         runs = table[:, None, :] * pool.kv_heads + np.arange(pool.kv_heads)[None, :, None]
         lengths = np.array([sequence.context_length for sequence in sequences])
-        context = blocks * pool.block_size
-        # A query sees its own position and all before it.
-        sees = lengths[:, None, None] - count + np.arange(count)[None, :, None] >= np.arange(context)[None, None, :]
-        mask = torch.zeros(sees.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(~sees), -torch.inf)
         queries = np.concatenate([np.arange(sequence.start, sequence.stop) for sequence in sequences])
         return _Group(
             rows=len(sequences),
             query_count=count,
-            context=context,
+            context=blocks * pool.block_size,
             queries=torch.from_numpy(queries).to(self._device),
             runs=torch.from_numpy(runs.reshape(-1)).to(self._device),
-            mask=mask.repeat(1, self._query_groups, 1)[:, None].to(self._device),
+            last=lengths[:, None, None] - count + np.arange(count)[None, :, None],
         )
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    def _mask(self, number: int, window: int | None) -> torch.Tensor:
+        """[R, 1, groups * n, context] to add to the scores; the query heads of a KV head lie along the query axis."""
+        if (known := self._masks.get((number, window))) is not None:
+            return known
+        group = self._groups[number]
+        keys = np.arange(group.context)[None, None, :]
+        sees = keys <= group.last  # its own position and all before it
+        if window is not None:
+            sees &= keys > group.last - window
+        mask = torch.zeros(sees.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(~sees), -torch.inf)
+        mask = self._masks[number, window] = mask.repeat(1, self._query_groups, 1)[:, None].to(self._device)
+        return mask
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
         """Store this layer's K/V, then attend.
 
-        `q` is [T, heads, head_dim], `k` and `v` [T, kv_heads, head_dim]; gives the shape of `q`.
+        `q` is [T, heads, head_dim], `k` and `v` [T, kv_heads, head_dim]; gives the shape of `q`. A token sees so many
+        as `window`, itself included. `softcap` keeps each score s within bounds: softcap * tanh(s / softcap).
         """
         pool = self._pool
         self.layers_attended += 1
@@ -98,12 +119,15 @@ class PagedAttention:
             pool.clear(layer, self._begun)
         pool.write(layer, self._blocks, self._offsets, k, v)
         out = torch.empty_like(q)
-        for group in self._groups:
+        for number, group in enumerate(self._groups):
+            mask = self._mask(number, window)
             keys = self._gather(pool.keys[layer], group, self._key_buffer)
             values = self._gather(pool.values[layer], group, self._value_buffer)
-            mine = scaled_dot_product_attention(
-                self._fold(q.index_select(0, group.queries), group), keys, values, attn_mask=group.mask, scale=scaling
-            )
+            queries = self._fold(q.index_select(0, group.queries), group)
+            if softcap is None:
+                mine = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
+            else:
+                mine = _capped_attention(queries, keys, values, mask, scaling, softcap)
             out.index_copy_(0, group.queries, self._unfold(mine, group))
         return out
 
@@ -124,6 +148,15 @@ class PagedAttention:
         heads, head_dim = self._pool.kv_heads, out.shape[-1]
         out = out.view(group.rows, heads, self._query_groups, group.query_count, head_dim)
         return out.permute(0, 3, 1, 2, 4).reshape(group.rows * group.query_count, -1, head_dim)
+
+
+def _capped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float, softcap: float
+) -> torch.Tensor:
+    """As `scaled_dot_product_attention`, which caps no scores."""
+    scores = (q @ k.transpose(-1, -2)).float() * (scaling / softcap)
+    weights = (scores.tanh_() * softcap + mask).softmax(dim=-1)
+    return weights.to(v.dtype) @ v
 
 
 def _alike(sequences: list[Sequence], block_size: int) -> Iterator[list[Sequence]]:
@@ -152,7 +185,16 @@ class Attention(Protocol):
 
     layers_attended: int
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
         """As `PagedAttention.attend`."""
 
 
@@ -169,8 +211,21 @@ def attending(attention: Attention) -> Iterator[None]:
         _step.reset(token)
 
 
+def attend(
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """As `Attention.attend` of the step that runs now."""
+    return _step.get().attend(layer, q, k, v, scaling, window, softcap)
+
+
 class UnsupportedAttention(Exception):
-    """The model asks of attention what this backend does not do."""
+    """The model asks of attention what no backend does."""
 
 
 def _paged_attention(
@@ -180,19 +235,28 @@ def _paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, None]:
     """The function transformers calls in each layer; `query`, `key` and `value` are [1, heads, T, head_dim]."""
-    for option in ("sliding_window", "softcap", "s_aux"):
-        if options.get(option) is not None:
-            raise UnsupportedAttention(f"this model's attention uses {option}, which is not supported yet")
+    if options.get("s_aux") is not None:
+        raise UnsupportedAttention("this model's attention has sinks, which are not supported yet")
     if not getattr(module, "is_causal", True):
         raise UnsupportedAttention("this model's tokens attend to those after them, so it cannot be served")
     layer: int = module.layer_idx  # type: ignore[assignment]  # every transformers attention module has one
+    if sliding_window is None and _slides(module, layer):
+        raise UnsupportedAttention("this model keeps the window of its sliding layers to itself")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return _step.get().attend(layer, q, k, v, scaling)[None], None
+    return attend(layer, q, k, v, scaling, sliding_window, softcap)[None], None
+
+
+def _slides(module: torch.nn.Module, layer: int) -> bool:
+    """Whether the model's configuration says that the layer sees a window only."""
+    kinds: Many[str] = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    return layer < len(kinds) and kinds[layer] == "sliding_attention"
 
 
 def register() -> None:

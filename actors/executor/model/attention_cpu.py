@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from cuelight.actors.executor.batch import Batch
 from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.native.attention import BF16, FLOAT32, AttentionKernels, Pool, layout
+from cuelight.actors.executor.native.build import load_native
 
 TYPES = {torch.float32: FLOAT32, torch.bfloat16: BF16}
+
+
+class Cpu:
+    """The backend. Raises NoNativeCode where there is no compiler for the kernels."""
+
+    name = "cpu"
+    is_token_major = False
+
+    def __init__(self, code_folder: Path | None) -> None:
+        self._kernels = AttentionKernels(load_native(code_folder))
+
+    def step(self, pool: KVPool, batch: Batch) -> CpuAttention:
+        return CpuAttention(self._kernels, pool, batch)
 
 
 class CpuAttention:
@@ -24,11 +40,25 @@ class CpuAttention:
             [(each.start, each.stop, each.context_length) for each in batch.sequences],
             [each.block_ids for each in batch.sequences],
         )
+        self._longest = max((each.context_length for each in batch.sequences), default=0)
         self.layers_attended = 0
         """Layers that came by so far."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Store this layer's K/V, then attend. Shapes as `PagedAttention.attend`'s; sums are in float32."""
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Store this layer's K/V, then attend. As `PagedAttention.attend`, without `softcap`; sums are in float32.
+
+        Only a window that is longer than every context is one that these kernels know.
+        """
+        assert softcap is None and (window is None or window >= self._longest), "who chose this backend looked"
         self.layers_attended += 1
         pool = _pool(self._pool, layer)
         keys, values, queries = (each.float().contiguous() for each in (k, v, q))

@@ -1,47 +1,64 @@
-"""Loads a transformers decoder and sizes its KV pool, and its host memory for blocks."""
+"""Loads a transformers decoder: reads it, makes it fast, and sizes its KV pool and its host memory for blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import ctypes
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import cast
+from functools import partial
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as hf_logging
+from transformers import PreTrainedModel
 
-from cuelight.actors.executor.batch import Batch, Ints, Sequence
-from cuelight.actors.executor.model.attention import ATTENTION_NAME, Attention, PagedAttention, attending, register
-from cuelight.actors.executor.model.attention_cpu import CpuAttention
-from cuelight.actors.executor.model.costs import TOKENS_MAX, measure
+from cuelight.actors.executor.batch import NULL_BLOCK, Batch, Ints, Sequence
+from cuelight.actors.executor.model.attention import Attention, attending, register
+from cuelight.actors.executor.model.backends import Backend, Needs, choose
+from cuelight.actors.executor.model.compiling import compile_layers
+from cuelight.actors.executor.model.costs import TOKENS_MAX
+from cuelight.actors.executor.model.costs import measure as measure_costs
+from cuelight.actors.executor.model.graphs import PlanningBackend, kept_bytes, sizes_up_to
 from cuelight.actors.executor.model.host import HostPool
-from cuelight.actors.executor.model.linear import pack
+from cuelight.actors.executor.model.linear import pack, quantize
+from cuelight.actors.executor.model.passes import apply_passes, standard_passes
+from cuelight.actors.executor.model.phases import Phases
 from cuelight.actors.executor.model.pool import KVPool
-from cuelight.actors.executor.native.attention import AttentionKernels
+from cuelight.actors.executor.model.probing import Probe, spread, vocabulary_of
+from cuelight.actors.executor.model.reading import choose_device, choose_dtype, read_config, read_model
+from cuelight.actors.executor.model.sampling import peak_bytes
+from cuelight.actors.executor.model.sizing import Budget, Memory, count_blocks, memory_of
+from cuelight.actors.executor.model.sizing import measure as measure_memory
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
-from cuelight.actors.executor.options import CannotLoad, LoadOptions, cpu_budget
+from cuelight.actors.executor.options import CannotLoad, LoadOptions
 from cuelight.kernel import get_logger
 from cuelight.messages.request import HostTier
 
 log = get_logger("cuelight.executor")
 
+CONTEXT_LENGTH_MAX = 1 << 17
+"""Where a model names no limit of its own."""
+
+INT8_TOLERANCE = 0.2
+"""How far quantized weights and activations may bring the logits off, as a share of their size: a model that suits has
+0.02, and one of random weights up to 0.06."""
+
+LOGIT_BYTES = 8
+"""Of each logit: in the model's type, in float32, and what masks it."""
+
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its pool, and host memory if it has some. `query_groups` query heads share each KV head."""
+    """A model with its pool, and host memory if it has some."""
 
     model: PreTrainedModel
     pool: KVPool
     host: HostPool | None
     host_tier: HostTier
-    query_groups: int
     dtype: torch.dtype
     device: torch.device
     eos_token_ids: tuple[int, ...]
-    cpu_kernels: AttentionKernels | None = None
+    backend: Backend
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """Logits [len(keep), vocabulary] after the flat tokens `keep`; `token_ids` and `positions` are [1, T]."""
@@ -51,203 +68,235 @@ class LoadedModel:
 
     def attention(self, batch: Batch) -> Attention:
         """One step's attention, by the backend that was chosen."""
-        if self.cpu_kernels is not None:
-            return CpuAttention(self.cpu_kernels, self.pool, batch)
-        return PagedAttention(self.pool, batch, self.query_groups, self.dtype, self.device)
+        return self.backend.step(self.pool, batch)
 
 
-def load(options: LoadOptions) -> LoadedModel:
-    """Load weights, allocate the pool, and run one token through both; measure what host memory costs, if it is used.
+def load(options: LoadOptions, memory: Callable[[torch.device], Memory] = memory_of) -> LoadedModel:
+    """Load weights, make the model fast, and allocate the pool; measure what host memory costs, if it is used.
+
+    How long each phase took is in the log.
 
     Raises:
         CannotLoad: the folder, dtype, device or architecture cannot be served, or memory does not suffice.
     """
-    device = _device(options.device)
-    dtype = _dtype(options.dtype, device)
-    register()
-    config, model = _read(options.folder, dtype)
-    torch.nn.Module.to(model, device)
-    model.train(False).requires_grad_(False)
-    if device.type == "cpu" and dtype is torch.float32:
-        pack(model)
-    pool, query_groups = _pool(options, config, dtype, device)
-    host = _host(options, pool)
-    kernels = _cpu_kernels(options, device)
-    loaded = LoadedModel(model, pool, host, HostTier(), query_groups, dtype, device, options.eos_token_ids, kernels)
-    _try(loaded)
-    return loaded if host is None else replace(loaded, host_tier=_measured(loaded, host, config, options.now))
-
-
-def _read(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedConfig, PreTrainedModel]:
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds for a folder it cannot load
-        raise CannotLoad(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
-    _check(config)
-    try:
-        with _no_bars():
-            read = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-    except Exception as error:
-        raise CannotLoad(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
-    model, report = cast(tuple[PreTrainedModel, dict[str, set[str]]], read)
-    if missing := report["missing_keys"]:  # transformers would go on with random numbers in their place
-        raise CannotLoad(f"{folder} lacks weights: {', '.join(sorted(missing))}")
-    return config, model
+        return _Loading(options, memory).load()
+    except torch.OutOfMemoryError as error:
+        raise CannotLoad(f"the model does not fit: {error}") from error
 
 
-def _check(config: PreTrainedConfig) -> None:
-    """Refuse what would run, and silently compute something else than the model."""
-    text = config.get_text_config()
-    if getattr(text, "num_attention_heads", None) is None:
-        raise CannotLoad(f"{text.model_type} is no transformer with attention in each layer")
-    for kind in getattr(text, "layer_types", None) or ():
-        if kind != "full_attention":
-            raise CannotLoad(f"this model has layers of {kind}, which is not supported yet")
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        # Its frequencies depend on the longest row of a batch, so rows would depend on each other.
-        raise CannotLoad("this model's rotary embedding is longrope, which is not supported yet")
+class _Loading:
+    """The phases of one start, in order."""
 
+    def __init__(self, options: LoadOptions, memory: Callable[[torch.device], Memory]) -> None:
+        self._options = options
+        self._phases = Phases(options.now)
+        with self._phases("find"):
+            self._device = choose_device(options.device)
+            self._dtype = choose_dtype(options.dtype, self._device)
+            self._config = read_config(options.folder)
+        self._text = self._config.get_text_config()
+        self._memory = memory(self._device)
+        self._needs = Needs.of(self._config, self._device, self._dtype, options.block_size)
 
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Keep transformers' progress bars, and the thread that each starts, out of the host program."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        if device.type == "meta":
-            raise CannotLoad(f"device {name!r} cannot be used: it has no memory, and computes nothing")
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise CannotLoad(f"device {name!r} cannot be used: {error}") from error
-    return device
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        # Without matrix units for bfloat16, a CPU computes it several times slower than float32.
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(name)
-    if dtype is None:
-        raise CannotLoad(f"dtype must be 'float32', 'bfloat16' or 'auto', not {name!r}")
-    return dtype
-
-
-def _pool(
-    options: LoadOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[KVPool, int]:
-    text = config.get_text_config()
-    heads: int = text.num_attention_heads
-    kv_heads: int = getattr(text, "num_key_value_heads", None) or heads
-    head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // heads
-    layers: int = text.num_hidden_layers
-    block_bytes = KVPool.block_bytes(
-        layers=layers, block_size=options.block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
-    )
-    block_count = options.blocks(block_bytes, _budget(device))
-    try:
-        pool = KVPool(
-            layers=layers,
-            block_count=block_count,
-            block_size=options.block_size,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            device=device,
+    def load(self) -> LoadedModel:
+        """As `load` outside."""
+        options, phases = self._options, self._phases
+        register()
+        with phases("load"):
+            model = read_model(options.folder, self._config, self._dtype, self._device, self._memory)
+        backend = choose(options.attention, self._needs, options.code_folder)
+        # Where the pool takes what a step leaves over, there is at first one for the null block alone.
+        pool = self._pool(backend, 1 if self._is_measured else count_blocks(options, self._block_bytes, None))
+        loaded = LoadedModel(model, pool, None, HostTier(), self._dtype, self._device, options.eos_token_ids, backend)
+        _try(loaded)
+        with phases("passes"):
+            passes = self._make_fast(model)
+        with phases("compile"):
+            is_compiled = self._wants_compiling and compile_layers(model, partial(_warm, loaded), options.code_folder)
+        budget = None
+        if self._is_measured:
+            with phases("profile"):
+                budget = self._budget(loaded)
+            loaded = replace(loaded, pool=self._pool(backend, count_blocks(options, self._block_bytes, budget)))
+        with phases("host"):
+            loaded = self._with_host(loaded)
+        log.info(
+            "model_loaded",
+            passes=passes,
+            quantization=options.quantization,
+            compiled=is_compiled,
+            block_count=loaded.pool.block_count,
+            memory=None if budget is None else str(budget),
+            **phases.facts(),
         )
-    except (RuntimeError, TypeError) as error:  # torch.OutOfMemoryError, and numbers that torch cannot hold
-        raise CannotLoad(f"no memory for a KV cache of {block_count * block_bytes} bytes: {error}") from error
-    return pool, heads // kv_heads
+        return loaded
 
+    @property
+    def _is_measured(self) -> bool:
+        """Whether the pool's size is what a step leaves over."""
+        options = self._options
+        return self._memory.is_measured and options.block_count is None and options.kv_cache_bytes is None
 
-def _host(options: LoadOptions, pool: KVPool) -> HostPool | None:
-    tensors = (*pool.keys, *pool.values)
-    block_bytes = sum(tensor[0].nbytes for tensor in tensors)
-    if (block_count := options.host_blocks(block_bytes)) == 0:
-        return None
-    try:
-        return HostPool(pool, block_count)
-    except (RuntimeError, TypeError) as error:
-        asked = block_count * block_bytes
-        raise CannotLoad(f"no memory for {asked} bytes of the KV cache on the host: {error}") from error
+    @property
+    def _wants_compiling(self) -> bool:
+        return self._device.type == "cuda" if self._options.eager is None else not self._options.eager
 
+    def _make_fast(self, model: PreTrainedModel) -> dict[str, int]:
+        library = self._library()
+        kept = apply_passes(model, standard_passes(library))
+        if self._options.quantization == "int8":
+            kept["int8_linears"] = self._quantize(model, library)
+        elif self._device.type == "cpu" and self._dtype is torch.float32:
+            kept["packed_linears"] = pack(model)
+        return kept
 
-def _budget(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * 0.8)
-    return cpu_budget()
+    def _quantize(self, model: PreTrainedModel, library: ctypes.CDLL | None) -> int:
+        probe = Probe(model)
+        judge = probe.logits()
+        count = quantize(model, library)
+        off = spread(probe.logits(), judge)
+        log.info("quantized", linears=count, logits_off=round(off, 4), kernels="torch" if library is None else "native")
+        if off > INT8_TOLERANCE:
+            raise CannotLoad(
+                f"quantization 'int8' does not suit this model: its logits are off by {off:.2g} of their size, "
+                f"beyond {INT8_TOLERANCE:g}"
+            )
+        return count
+
+    def _library(self) -> ctypes.CDLL | None:
+        """The native kernels, for what is not attention; torch does without, if it has to."""
+        if self._device.type != "cpu":
+            return None
+        try:
+            return load_native(self._options.code_folder)
+        except NoNativeCode as error:
+            log.warning("native_kernels_missing", instead="torch", reason=str(error))
+            return None
+
+    def _pool(self, backend: Backend, block_count: int) -> KVPool:
+        needs = self._needs
+        try:
+            return KVPool(
+                layers=self._text.num_hidden_layers,
+                block_count=block_count,
+                block_size=needs.block_size,
+                kv_heads=needs.kv_heads,
+                head_dim=needs.head_dim,
+                dtype=needs.dtype,
+                device=needs.device,
+                is_token_major=backend.is_token_major,
+            )
+        except (RuntimeError, TypeError) as error:  # torch.OutOfMemoryError, and numbers that torch cannot hold
+            raise CannotLoad(f"no memory for a KV cache of {block_count * self._block_bytes} bytes: {error}") from error
+
+    @property
+    def _block_bytes(self) -> int:
+        needs = self._needs
+        return KVPool.block_bytes(
+            layers=self._text.num_hidden_layers,
+            block_size=needs.block_size,
+            kv_heads=needs.kv_heads,
+            head_dim=needs.head_dim,
+            dtype=needs.dtype,
+        )
+
+    def _budget(self, loaded: LoadedModel) -> Budget:
+        """What steps leave over: one long chunk and one token of every other request, and decode steps in graphs."""
+        options = self._options
+        rows = min(options.running_max, options.token_budget)
+        longest: int = getattr(self._text, "max_position_embeddings", None) or CONTEXT_LENGTH_MAX
+        tokens = min(options.token_budget, rows * longest)
+        vocabulary, graphs = vocabulary_of(loaded.model), sizes_up_to(rows)
+        has_graphs = isinstance(loaded.backend, PlanningBackend) and not options.eager
+
+        def step() -> None:
+            _compute(loaded, [tokens - rows + 1, *[1] * (rows - 1)])
+
+        def decode() -> None:
+            _compute(loaded, [1] * graphs[-1])
+
+        budget = measure_memory(
+            self._memory,
+            options.memory_fraction,
+            step,
+            sampling=LOGIT_BYTES * rows * vocabulary + peak_bytes(rows, vocabulary),
+            decode=decode if has_graphs else None,
+            graph_count=len(graphs),
+        )
+        kept = kept_bytes(rows, vocabulary, self._dtype.itemsize) if has_graphs else 0
+        return replace(budget, graphs=budget.graphs + kept)
+
+    def _with_host(self, loaded: LoadedModel) -> LoadedModel:
+        pool = loaded.pool
+        block_bytes = sum(tensor[0].nbytes for tensor in (*pool.keys, *pool.values))
+        if (block_count := self._options.host_blocks(block_bytes)) == 0:
+            return loaded
+        try:
+            host = HostPool(pool, block_count)
+        except (RuntimeError, TypeError) as error:
+            asked = block_count * block_bytes
+            raise CannotLoad(f"no memory for {asked} bytes of the KV cache on the host: {error}") from error
+        context_length: int = getattr(self._text, "max_position_embeddings", None) or TOKENS_MAX
+
+        def prefill(token_count: int) -> None:
+            _compute(loaded, [token_count], np.arange(1, 1 + -(-token_count // pool.block_size)))
+
+        with torch.inference_mode():
+            tier = measure_costs(pool, host, context_length, prefill, self._options.now)
+        return replace(loaded, host=host, host_tier=tier)
 
 
 def _try(loaded: LoadedModel) -> None:
     """One token through the model, into the null block: what cannot be served shows now, not at the first request."""
-    attention = _compute(loaded, 1, np.zeros(1, np.int64))
+    attention = _compute(loaded, [1])
     if attention.layers_attended != len(loaded.pool.keys):
         name = type(loaded.model).__name__
         raise CannotLoad(f"only {attention.layers_attended} of {name}'s {len(loaded.pool.keys)} layers can be served")
-    for tensor in (*loaded.pool.keys, *loaded.pool.values):
-        tensor[0].zero_()
+    _clear_null_block(loaded.pool)
 
 
-def _measured(loaded: LoadedModel, host: HostPool, config: PreTrainedConfig, now: Callable[[], float]) -> HostTier:
-    pool = loaded.pool
-    context_length: int = getattr(config.get_text_config(), "max_position_embeddings", None) or TOKENS_MAX
-
-    def prefill(token_count: int) -> None:
-        _compute(loaded, token_count, np.arange(1, 1 + -(-token_count // pool.block_size)))
-
-    with torch.inference_mode():
-        return measure(pool, host, context_length, prefill, now)
+def _warm(loaded: LoadedModel, token_count: int) -> None:
+    """A row of so many tokens through the model, into the null block."""
+    _compute(loaded, [token_count])
+    _clear_null_block(loaded.pool)
 
 
-def _cpu_kernels(options: LoadOptions, device: torch.device) -> AttentionKernels | None:
-    """The native kernels, if attention is to be theirs; the choice is in the log."""
-    if options.attention == "cpu" and device.type != "cpu":
-        raise CannotLoad(f"attention 'cpu' runs on the CPU, not on {device}")
-    kernels, reason = None, ""
-    if options.attention != "reference" and device.type == "cpu":
-        try:
-            kernels = AttentionKernels(load_native(options.code_folder))
-        except NoNativeCode as error:
-            reason = str(error)
-            if options.attention == "cpu":
-                raise CannotLoad(f"attention 'cpu' is not available: {reason}") from error
-    if reason:
-        log.warning("attention_backend", attention="reference", reason=reason)
-    else:
-        log.info("attention_backend", attention="reference" if kernels is None else "cpu")
-    return kernels
+def _clear_null_block(pool: KVPool) -> None:
+    for tensor in (*pool.keys, *pool.values):
+        tensor[NULL_BLOCK].zero_()
 
 
-def _compute(loaded: LoadedModel, token_count: int, block_ids: Ints) -> Attention:
-    """One row of so many tokens, from nothing to the logits of its last."""
-    positions, size = np.arange(token_count), loaded.pool.block_size
-    row = Sequence(0, token_count, token_count, block_ids)
-    blocks, offsets = block_ids[positions // size], positions % size
-    batch = Batch(0, 0, np.zeros(token_count, np.int64), positions, blocks, offsets, sequences=[row])
+def _compute(loaded: LoadedModel, counts: Many[int], block_ids: Ints | None = None) -> Attention:
+    """Rows of so many tokens each, from nothing to the logits of the last ones.
+
+    One row may lie in blocks of its own; without, all lie on top of each other in the null block. Raises CannotLoad.
+    """
+    batch = _batch(counts, loaded.pool.block_size, block_ids)
     attention = loaded.attention(batch)
-    token_ids, where = (torch.from_numpy(array).to(loaded.device) for array in (batch.token_ids, positions))
+    ends = np.array([each.stop - 1 for each in batch.sequences])
+    # Positions beyond the model's own do not matter here, but it has to know them.
+    limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or CONTEXT_LENGTH_MAX
+    given = (batch.token_ids, batch.positions % limit, ends)
+    token_ids, positions, keep = (torch.from_numpy(array).to(loaded.device) for array in given)
     try:
         with torch.inference_mode(), attending(attention):
-            loaded.forward(token_ids[None], where[None], where[-1:])
+            loaded.forward(token_ids[None], positions[None], keep)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         raise CannotLoad(f"this model does not run: {error}") from error
     return attention
+
+
+def _batch(counts: Many[int], block_size: int, block_ids: Ints | None) -> Batch:
+    batch = Batch(0, 0, *(np.zeros((4, sum(counts)), np.int64)))
+    start = 0
+    for count in counts:
+        stop, positions = start + count, np.arange(count)
+        table = np.full(-(-count // block_size), NULL_BLOCK, np.int64) if block_ids is None else block_ids
+        batch.positions[start:stop] = positions
+        batch.blocks[start:stop], batch.offsets[start:stop] = table[positions // block_size], positions % block_size
+        batch.sequences.append(Sequence(start, stop, count, table))
+        start = stop
+    return batch

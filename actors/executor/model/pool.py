@@ -11,7 +11,8 @@ class KVPool:
     """Keys and values of every layer, in blocks.
 
     Each layer's tensors have shape [blocks, kv_heads, block_size, head_dim]: a (block, head) pair is one contiguous
-    run, so gathering a block table moves whole runs and needs no transpose.
+    run, so gathering a block table moves whole runs and needs no transpose. With `is_token_major` these are views of
+    memory in which a token's heads lie together: [blocks, block_size, kv_heads, head_dim].
     """
 
     def __init__(
@@ -24,14 +25,15 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        is_token_major: bool = False,
     ) -> None:
         shape = (block_count, kv_heads, block_size, head_dim)
         self.block_count = block_count
         self.block_size = block_size
         self.kv_heads = kv_heads
         # Zeros, not garbage: a NaN in a padded slot would spread through the masked softmax (rule 61).
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.keys = [_zeros(shape, dtype, device, is_token_major) for _ in range(layers)]
+        self.values = [_zeros(shape, dtype, device, is_token_major) for _ in range(layers)]
 
         self._buffers: tuple[torch.Tensor, torch.Tensor] = (self.keys[0].new_empty(0), self.keys[0].new_empty(0))
 
@@ -62,7 +64,8 @@ class KVPool:
         self.check(sources)
         self.check(targets)
         device = self.keys[0].device
-        read, written = torch.tensor((sources, targets), dtype=torch.int64, device=device)
+        blocks = torch.tensor((sources, targets), dtype=torch.int64, pin_memory=device.type == "cuda")
+        read, written = blocks.to(device, non_blocking=True)  # from pinned memory, so that nobody waits
         for tensor in (*self.keys, *self.values):
             tensor[written] = tensor[read]
 
@@ -70,3 +73,12 @@ class KVPool:
         """Store `k` and `v`, both [tokens, kv_heads, head_dim], at slot `offsets[i]` of block `blocks[i]`."""
         self.keys[layer][blocks, :, offsets] = k
         self.values[layer][blocks, :, offsets] = v
+
+
+def _zeros(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, is_token_major: bool
+) -> torch.Tensor:
+    blocks, heads, size, dim = shape
+    if is_token_major:
+        return torch.zeros((blocks, size, heads, dim), dtype=dtype, device=device).transpose(1, 2)
+    return torch.zeros(shape, dtype=dtype, device=device)

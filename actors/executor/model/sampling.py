@@ -1,77 +1,185 @@
-"""Choosing tokens from logits, all rows of a step at once."""
+"""Choosing tokens from logits on the device, all rows of a step at once.
+
+What the rows want is laid out on the host beforehand, as arrays that go to the device with the rest of the step; the
+logits stay there. Nothing is computed that no row of the step asks for.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from enum import StrEnum
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from cuelight.actors.executor.batch import Draw
-from cuelight.actors.executor.chance import uniform
+from cuelight.actors.executor.chance import uniforms
+
+FEW = 1024
+"""Up to so many, the most probable tokens are picked out; beyond that all are sorted."""
+
+ELEMENTS_MAX = 1 << 22
+"""So many logits are treated at once, or one row's: what is computed from them takes 64 times as many bytes."""
+
+ELEMENT_BYTES = 64
+"""Of each logit that is treated: itself, sorted with its place, weights and their sums in double."""
+
+Device = Callable[[str], torch.Tensor]
+"""The array of a name, on the device."""
 
 
-def sample(logits: torch.Tensor, draws: Many[Draw], eos_token_ids: Many[int]) -> torch.Tensor:
-    """One token id per row of `logits` ([rows, vocabulary]); -1 for a row whose logits are not finite numbers.
+class Way(StrEnum):
+    """How the rows that sample are treated."""
+
+    PLAIN = "plain"
+    """Every token may be chosen."""
+    FEW = "few"
+    """Only the best `top_k`, which are few."""
+    SORTED = "sorted"
+    """Only the best, however many that are."""
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """What a step's rows want: `arrays` for the device, how many rows go each way, and the largest of the few."""
+
+    arrays: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]]
+    counts: dict[Way, int]
+    few: int
+    forbids: bool
+
+    @classmethod
+    def of(cls, draws: Many[Draw], eos_token_ids: Many[int]) -> SamplingPlan:
+        """One row of logits for each draw."""
+        arrays: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]] = {}
+        rows: dict[Way, list[int]] = {}
+        forbidden: list[tuple[int, int]] = []
+        for row, draw in enumerate(draws):
+            if draw.output_index < draw.sampling.min_tokens:
+                forbidden += [(row, token_id) for token_id in _ends(draw, eos_token_ids)]
+            if draw.sampling.temperature > 0:
+                rows.setdefault(_way(draw), []).append(row)
+        if forbidden:
+            arrays["forbidden rows"], arrays["forbidden tokens"] = np.array(forbidden, np.int64).T
+        for way, mine in rows.items():
+            arrays.update(_options(way, mine, [draws[row] for row in mine]))
+        few = max((draws[row].sampling.top_k for row in rows.get(Way.FEW, ())), default=0)
+        return cls(arrays, {way: len(mine) for way, mine in rows.items()}, few, bool(forbidden))
+
+
+def _ends(draw: Draw, eos_token_ids: Many[int]) -> Many[int]:
+    """What would end the request, and cannot be chosen before `min_tokens` (rule 46)."""
+    return (*draw.sampling.stop_token_ids, *(() if draw.sampling.ignore_eos else eos_token_ids))
+
+
+def _way(draw: Draw) -> Way:
+    if 0 < draw.sampling.top_k <= FEW:
+        return Way.FEW
+    return Way.SORTED if draw.sampling.top_k > 0 or draw.sampling.top_p < 1 else Way.PLAIN
+
+
+def _options(
+    way: Way, rows: Many[int], draws: Many[Draw]
+) -> dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]]:
+    wishes = [draw.sampling for draw in draws]
+    arrays: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]] = {
+        f"{way} rows": np.array(rows, np.int64),
+        f"{way} temperature": np.array([wish.temperature for wish in wishes], np.float64),
+        f"{way} u": uniforms([wish.seed or 0 for wish in wishes], [draw.position for draw in draws]),
+    }
+    if way is not Way.PLAIN:
+        arrays[f"{way} top_k"] = np.array([wish.top_k or 2**62 for wish in wishes], np.int64)
+        arrays[f"{way} top_p"] = np.array([wish.top_p for wish in wishes], np.float64)
+    return arrays
+
+
+def choose(logits: torch.Tensor, plan: SamplingPlan, device: Device) -> torch.Tensor:
+    """One token id per row of `logits` ([rows, vocabulary]), which it may change; -1 for a row that is not finite.
 
     Each row is treated by its own options alone. `top_k` is applied before `top_p`, which keeps the smallest set of
     most probable tokens whose probabilities reach it.
     """
-    logits = logits.float()
-    _forbid_early_stops(logits, draws, eos_token_ids)
+    if plan.forbids:
+        nothing = logits.new_full((), -torch.inf)
+        logits.index_put_((device("forbidden rows"), device("forbidden tokens")), nothing)
     best, token_ids = logits.max(dim=-1)
-    plain = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and not _filters(draw)]
-    filtered = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and _filters(draw)]
-    for rows, choose in ((plain, _draw_plain), (filtered, _draw_filtered)):
-        if rows:
-            index = torch.tensor(rows, device=logits.device)
-            token_ids[index] = choose(logits[index], best[index], [draws[row] for row in rows])
+    for way, count in plan.counts.items():
+        rows = device(f"{way} rows")
+        at_once = max(1, ELEMENTS_MAX // logits.shape[-1])
+        for begin in range(0, count, at_once):
+            piece = slice(begin, min(begin + at_once, count))
+            mine = rows[piece]
+            some = _Rows(logits[mine].float(), best[mine].float(), way, piece, device)
+            token_ids.index_copy_(0, mine, some.choose(min(plan.few, logits.shape[-1])))
     return torch.where(best.isfinite(), token_ids, -1)
 
 
-def _filters(draw: Draw) -> bool:
-    return draw.sampling.top_k > 0 or draw.sampling.top_p < 1
+class _Rows:
+    """Some rows that go one way, with what they want."""
+
+    def __init__(self, logits: torch.Tensor, best: torch.Tensor, way: Way, piece: slice, device: Device) -> None:
+        self._logits, self._best, self._way = logits, best[:, None], way
+        self._piece, self._device = piece, device
+
+    def _option(self, name: str) -> torch.Tensor:
+        return self._device(f"{self._way} {name}")[self._piece, None]
+
+    def choose(self, few: int) -> torch.Tensor:
+        """A token id for each."""
+        if self._way is Way.PLAIN:
+            return self._pick(self._weights(self._logits))
+        if self._way is Way.FEW:
+            values, token_ids = _largest(self._logits, few)
+        else:
+            # Not minus zero: to a device's sort it may be less than zero.
+            values, token_ids = (self._logits + 0.0).sort(dim=-1, descending=True, stable=True)
+        picked = self._pick(self._kept(self._weights(values)))
+        return token_ids.gather(-1, picked[:, None])[:, 0]
+
+    def _weights(self, logits: torch.Tensor) -> torch.Tensor:
+        """Unnormalised, in double: the sums of these must not depend on how a device adds floats up."""
+        return (logits - self._best).double().div_(self._option("temperature")).exp_()
+
+    def _kept(self, weights: torch.Tensor) -> torch.Tensor:
+        """Nothing for all but the best, which come first."""
+        rank = torch.arange(weights.shape[-1], device=weights.device)
+        weights = weights.masked_fill_(rank >= self._option("top_k"), 0)
+        before = weights.cumsum(dim=-1) - weights
+        limit = self._option("top_p") * weights.sum(dim=-1, keepdim=True)
+        return weights.masked_fill_((before >= limit) & (rank > 0), 0)
+
+    def _pick(self, weights: torch.Tensor) -> torch.Tensor:
+        """Inverse transform sampling: the first index where the running sum of weights passes u times the total."""
+        sums = weights.cumsum(dim=-1)
+        picked = torch.searchsorted(sums, self._option("u") * sums[:, -1:], right=True)[:, 0]
+        # Rounding may reach past the last token of any weight.
+        last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.int8).argmax(dim=-1)
+        return torch.minimum(picked, last)
 
 
-def _forbid_early_stops(logits: torch.Tensor, draws: Many[Draw], eos_token_ids: Many[int]) -> None:
-    """Before `min_tokens` no token that would end the request can be chosen (rule 46)."""
-    for row, draw in enumerate(draws):
-        if draw.output_index < draw.sampling.min_tokens:
-            ends = [*draw.sampling.stop_token_ids, *(() if draw.sampling.ignore_eos else eos_token_ids)]
-            if ends:
-                logits[row, ends] = -torch.inf
+def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` largest of each row and where they lie, the first of equals first, whatever a device does of itself.
+
+    Each is one number that grows with the logit and falls with the id, so no two are equal.
+    """
+    size = logits.shape[-1]
+    bits = (logits + 0.0).view(torch.int32)  # without minus zero
+    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    falling = torch.arange(size - 1, -1, -1, device=logits.device)
+    keys = ((rising << 32) + falling).topk(count, dim=-1).values
+    token_ids = size - 1 - (keys & 0xFFFFFFFF)
+    return logits.gather(-1, token_ids), token_ids
 
 
-def _probabilities(logits: torch.Tensor, best: torch.Tensor, draws: Many[Draw]) -> torch.Tensor:
-    """Unnormalised, in double: the sums below must not depend on how a device adds floats up."""
-    heat = _column(logits, [draw.sampling.temperature for draw in draws])
-    return ((logits - best[:, None]).double() / heat).exp_()
+def peak_bytes(rows: int, vocabulary: int) -> int:
+    """Memory that `choose` takes at most, beside the logits."""
+    return ELEMENT_BYTES * min(rows * vocabulary, max(vocabulary, ELEMENTS_MAX))
 
 
-def _pick(weights: torch.Tensor, draws: Many[Draw]) -> torch.Tensor:
-    """Inverse transform sampling: the first index where the running sum of weights passes u times the total."""
-    sums = weights.cumsum(dim=-1)
-    u = _column(weights, [uniform(draw.sampling.seed or 0, draw.position) for draw in draws])
-    picked = torch.searchsorted(sums, u * sums[:, -1:], right=True)[:, 0]
-    # Rounding may reach past the last token of any weight.
-    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.int8).argmax(dim=-1)
-    return torch.minimum(picked, last)
-
-
-def _draw_plain(logits: torch.Tensor, best: torch.Tensor, draws: Many[Draw]) -> torch.Tensor:
-    return _pick(_probabilities(logits, best, draws), draws)
-
-
-def _draw_filtered(logits: torch.Tensor, best: torch.Tensor, draws: Many[Draw]) -> torch.Tensor:
-    order = logits.sort(dim=-1, descending=True, stable=True)
-    weights = _probabilities(order.values, best, draws)
-    rank = torch.arange(weights.shape[-1], device=weights.device)
-    top_k = _column(weights, [draw.sampling.top_k or weights.shape[-1] for draw in draws])
-    weights = weights.masked_fill(rank >= top_k, 0)
-    before = weights.cumsum(dim=-1) - weights
-    top_p = _column(weights, [draw.sampling.top_p for draw in draws])
-    weights = weights.masked_fill((before >= top_p * weights.sum(dim=-1, keepdim=True)) & (rank > 0), 0)
-    return order.indices.gather(-1, _pick(weights, draws)[:, None])[:, 0]
-
-
-def _column(like: torch.Tensor, values: Many[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+def sample(logits: torch.Tensor, draws: Many[Draw], eos_token_ids: Many[int]) -> torch.Tensor:
+    """`choose`, with what the draws want moved there and then."""
+    plan = SamplingPlan.of(draws, eos_token_ids)
+    return choose(logits, plan, lambda name: torch.from_numpy(plan.arrays[name]).to(logits.device))

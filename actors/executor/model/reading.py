@@ -1,0 +1,136 @@
+"""Reads a model's folder: its configuration, checked for what would be computed wrongly, and its weights.
+
+Chooses device and type of numbers. Every failure is a CannotLoad that says what is wrong with what.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from cuelight.actors.executor.model.attention import ATTENTION_NAME
+from cuelight.actors.executor.model.sizing import Memory, gib
+from cuelight.actors.executor.options import CannotLoad
+
+SERVED_LAYERS = ("full_attention", "sliding_attention")
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Types that weights are converted from; all others are kept as they are, or are not weights."""
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this name, or with "auto" CUDA if there is any. Raises CannotLoad."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        if device.type == "meta":
+            raise CannotLoad(f"device {name!r} cannot be used: it has no memory, and computes nothing")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise CannotLoad(f"device {name!r} cannot be used: {error}") from error
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The type of this name, or with "auto" the one that is quickest there. Raises CannotLoad."""
+    if name == "auto":
+        # Without matrix units for bfloat16, a CPU computes it several times slower than float32.
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(name)
+    if dtype is None:
+        raise CannotLoad(f"dtype must be 'float32', 'bfloat16' or 'auto', not {name!r}")
+    try:
+        one = torch.ones(1, 1, dtype=dtype, device=device)
+        torch.mm(one, one)
+    except (RuntimeError, TypeError) as error:
+        raise CannotLoad(f"{device} does not compute in {name}: {error}") from error
+    return dtype
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """Raises CannotLoad, also for what would run, and silently compute something else than the model."""
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for a folder it cannot load
+        raise CannotLoad(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
+    text = config.get_text_config()
+    if getattr(text, "num_attention_heads", None) is None:
+        raise CannotLoad(f"{text.model_type} is no transformer with attention in each layer")
+    for kind in getattr(text, "layer_types", None) or ():
+        if kind not in SERVED_LAYERS:
+            raise CannotLoad(f"this model has layers of {kind}, which is not supported yet")
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Its frequencies depend on the longest row of a batch, so rows would depend on each other.
+        raise CannotLoad("this model's rotary embedding is longrope, which is not supported yet")
+    return config
+
+
+def read_model(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, memory: Memory
+) -> PreTrainedModel:
+    """The model with its weights on the device, ready to infer. Raises CannotLoad."""
+    needed, free = weights_bytes(folder, dtype), memory.free()
+    if needed > free:
+        raise CannotLoad(f"the model does not fit: its weights take {gib(needed)}, and {device} has {gib(free)} free")
+    try:
+        with _no_bars():
+            read = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise CannotLoad(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
+    model, report = cast(tuple[PreTrainedModel, dict[str, set[str]]], read)
+    if missing := report["missing_keys"]:  # transformers would go on with random numbers in their place
+        raise CannotLoad(f"{folder} lacks weights: {', '.join(sorted(missing))}")
+    try:
+        torch.nn.Module.to(model, device)
+    except torch.OutOfMemoryError as error:
+        raise CannotLoad(f"the model does not fit: its weights take {gib(needed)} on {device}: {error}") from error
+    model.train(False).requires_grad_(False)
+    return model
+
+
+def weights_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """What the folder's weights take as `dtype`, from its files' headers; 0 where they do not say."""
+    try:
+        return sum(_converted_bytes(path, dtype.itemsize) for path in folder.glob("*.safetensors"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return 0  # whatever is wrong with a file, who reads it says so better
+
+
+def _converted_bytes(path: Path, item_bytes: int) -> int:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > path.stat().st_size:
+            raise ValueError("the header is longer than the file")
+        header: dict[str, dict[str, object]] = json.loads(file.read(size))
+    entries = [entry for name, entry in header.items() if name != "__metadata__"]
+    return sum(
+        item_bytes * math.prod(cast(list[int], entry["shape"])) for entry in entries if entry["dtype"] in ITEM_BYTES
+    )
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep transformers' progress bars, and the thread that each starts, out of the host program."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

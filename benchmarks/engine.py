@@ -1,7 +1,7 @@
 """The engine on whole workloads: speed, latency, memory, where the time goes, and how near the machine's limits it is.
 
-    python -m benchmarks.engine [--workload W1,W2,W4] [--quantization int8] [--decoder auto] [--dtype auto]
-        [--device cpu] [--threads 2] [--reps 3] [--workload-file FILE] [--json FILE]
+    python -m benchmarks.engine [--workload W1,W2,W4] [--quantization int8] [--kv-cache-dtype int8] [--decoder auto]
+        [--dtype auto] [--device cpu] [--threads 2] [--reps 3] [--workload-file FILE] [--json FILE]
     python -m benchmarks.engine --harness FOLDER [--workload W1] [--label NAME] [--json FILE]
 
 Everything is greedy, and end tokens are ignored. Variant 0 of a workload warms up, the others are measured in turn, and
@@ -188,6 +188,8 @@ def engine_options(arguments: argparse.Namespace) -> EngineOptions:
     chosen = EngineOptions(dtype=arguments.dtype, decoder=arguments.decoder, device=arguments.device)
     if arguments.quantization:
         chosen["quantization"] = arguments.quantization
+    if arguments.kv_cache_dtype:
+        chosen["kv_cache_dtype"] = arguments.kv_cache_dtype
     if arguments.token_budget:
         chosen["token_budget"] = arguments.token_budget
     if arguments.kv_cache_mib:
@@ -281,6 +283,7 @@ def main() -> None:
         label="",
         model="smollm2-135m-instruct",
         quantization="",
+        kv_cache_dtype="",
         decoder="auto",
         dtype="auto",
         device="cpu",

@@ -16,6 +16,7 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "quantization": (None, "int8", "int4"),
     "decoder": ("auto", "native", "transformers"),
+    "kv_cache_dtype": ("auto", "float32", "bfloat16", "int8"),
     "attention": ("auto", "reference", "cpu", "triton", "flash"),
     "executor": ("thread",),
 }
@@ -32,18 +33,23 @@ class EngineConfig:
     Args:
         dtype: of weights and KV cache: "float32", "bfloat16", or "auto" (float32 on the CPU, bfloat16 on CUDA).
         quantization: of the weights: "int8", "int4" (groups of 32, by the native decoder alone), or None.
+        kv_cache_dtype: of the KV cache, with the native decoder: "float32", "bfloat16", "int8" (a scale per token and
+            head), or "auto" (int8 beside quantized weights unless `dtype` is float32, else as `dtype`).
         decoder: "native" (Llama-like models on the CPU), "transformers" (any), or "auto".
         attention: of the transformers decoder: "reference" (plain torch), "cpu" (native code), "triton" or "flash" (on
             CUDA), or "auto".
         executor: where the device work runs: "thread".
         device: "cpu", "cuda", "cuda:1", or "auto" (CUDA where there is one).
-        token_budget: tokens computed in one step, at most.
+        token_budget: tokens computed in one step, at most: running requests wait for the prompts beside them that long.
+            On a CPU larger steps gain next to nothing; a GPU wants some thousands.
         running_max: requests that hold blocks at once, at most.
         queue_limit: requests accepted and not finished, at most; more are refused with QueueFull.
         block_size: token slots per block of the KV cache.
         block_count: blocks of the KV cache; None sizes it by `kv_cache_bytes`.
         kv_cache_bytes: bytes of the KV cache; None takes a quarter of the free memory (at most 2 GiB) on the CPU, and
-            on CUDA what weights, the largest step and graphs leave over of `memory_fraction`, measured at the start.
+            with the native decoder no more than `running_max` requests of 512 tokens need, or one of
+            `context_length`; on CUDA what weights, the largest step and graphs leave over of `memory_fraction`,
+            measured at the start.
         memory_fraction: of a CUDA device's memory, that the engine and all that is there before it may take.
         eager: whether to start at once, without compiling the model's layers by `torch.compile`, which takes up to a
             minute when a model is first served on a machine. None compiles on CUDA, not on the CPU. Of the
@@ -66,11 +72,12 @@ class EngineConfig:
 
     dtype: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     decoder: str = "auto"
     attention: str = "auto"
     executor: str = "thread"
     device: str = "auto"
-    token_budget: int = 512
+    token_budget: int = 256
     running_max: int = 64
     queue_limit: int = 1024
     block_size: int = 16
@@ -150,6 +157,7 @@ class EngineOptions(TypedDict, total=False):
 
     dtype: str
     quantization: str | None
+    kv_cache_dtype: str
     decoder: str
     attention: str
     executor: str

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Generic, Never, TypeAlias, TypeVar
 
 from cuelight.actors.cache.actor import CacheManager
 from cuelight.actors.detokenizer.actor import Detokenizer
-from cuelight.actors.detokenizer.vocabulary import load_decoder
 from cuelight.actors.executor.actor import Executor
 from cuelight.actors.executor.device import Device
 from cuelight.actors.executor.options import LoadOptions
 from cuelight.actors.intake.actor import Encoder, Intake, Limits
-from cuelight.actors.intake.tokenizer import PromptEncoder
 from cuelight.actors.scheduler.actor import Scheduler
 from cuelight.actors.scheduler.outbox import Neighbours
 from cuelight.actors.scheduler.planning import Limits as StepLimits
 from cuelight.config import EngineConfig, ModelFacts, read_facts
 from cuelight.errors import ModelUnavailable
+from cuelight.kept_tokenizer import load_tokenizer
 from cuelight.kernel import Part, Role
 from cuelight.messages.address import Address
 from cuelight.messages.cache import CacheMessage
@@ -38,6 +37,11 @@ B = TypeVar("B")
 
 Casting: TypeAlias = Callable[["EngineConfig", "Roles", Address[ObserverMessage]], tuple[Part[Never], ...]]
 """Finds all that an engine plays with and gives the parts. Blocks, so it is called on a thread."""
+
+
+POOL_TOKENS_PER_REQUEST = 512
+"""For so many tokens of each of `running_max` requests there is room by default, or for one of the longest. What is
+shorter leaves room for prefixes; the memory that a process may grow to is then a choice, not what the machine has."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ def gather(folder: Path, config: EngineConfig) -> Ensemble[Batch]:
                 kv_cache_bytes=config.kv_cache_bytes,
                 host_block_count=config.host_block_count,
                 host_kv_cache_bytes=config.host_kv_cache_bytes,
+                kv_cache_dtype=config.kv_cache_dtype,
+                pool_tokens=max(config.running_max * POOL_TOKENS_PER_REQUEST, context_length(facts, config)),
                 eos_token_ids=facts.eos_token_ids,
                 token_budget=config.token_budget,
                 running_max=config.running_max,
@@ -86,7 +92,7 @@ def gather(folder: Path, config: EngineConfig) -> Ensemble[Batch]:
         )
 
     try:
-        encoder, decode = PromptEncoder.load(folder), load_decoder(folder)
+        encoder, decode = load_tokenizer(folder)
     except Exception as error:  # transformers raises whatever the files make it stumble over
         raise ModelUnavailable(f"the tokenizer in {folder} cannot be loaded: {error}") from error
     return Ensemble(facts, encoder, decode, load_device)
@@ -111,6 +117,11 @@ def _code_folder() -> Path | None:
         return None
 
 
+def context_length(facts: ModelFacts, config: EngineConfig) -> int:
+    """Tokens that a request may hold."""
+    return min(facts.context_length, config.context_length or facts.context_length)
+
+
 def roles(config: EngineConfig) -> Roles:
     """A live request has at most a few messages of its own under way on an edge; steps are bounded by credit."""
     requests = config.queue_limit
@@ -129,8 +140,8 @@ def assemble(
 ) -> tuple[Part[Never], ...]:
     """The five parts."""
     facts = ensemble.facts
-    context_length = min(facts.context_length, config.context_length or facts.context_length)
-    intake_limits = Limits(facts.vocab_size, context_length, config.queue_limit, config.tenants, config.isolate_tenants)
+    longest = context_length(facts, config)
+    intake_limits = Limits(facts.vocab_size, longest, config.queue_limit, config.tenants, config.isolate_tenants)
     long_prefill_tokens = config.long_prefill_tokens or -(-config.token_budget // 4)
     step_limits = StepLimits(config.token_budget, config.running_max, config.steps_in_flight, long_prefill_tokens)
     policy = SetPolicy(config.policy, config.aging_seconds, tuple((config.tenant_weights or {}).items()))

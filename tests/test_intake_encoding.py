@@ -55,19 +55,19 @@ def reference(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_is_encoded_as_transformers_does(text: str) -> None:
-    assert PromptEncoder(reference()).encode(text, PLENTY) == tuple(reference()(text).input_ids)
+    assert PromptEncoder.of(reference()).encode(text, PLENTY) == tuple(reference()(text).input_ids)
 
 
 def test_a_conversation_goes_through_the_template_to_where_the_assistant_speaks() -> None:
     messages = [{"role": turn.role, "content": turn.content} for turn in CHAT.turns]
     expected = reference().apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    token_ids = PromptEncoder(reference()).encode(CHAT, PLENTY)
+    token_ids = PromptEncoder.of(reference()).encode(CHAT, PLENTY)
     assert token_ids == tuple(expected)
     assert byte_level().decode(token_ids).endswith("assistant:")
 
 
 def test_token_ids_stay_as_they_are() -> None:
-    assert PromptEncoder(reference()).encode((3, 1, 2), PLENTY) == (3, 1, 2)
+    assert PromptEncoder.of(reference()).encode((3, 1, 2), PLENTY) == (3, 1, 2)
 
 
 def test_a_tokenizers_own_truncation_and_padding_are_not_applied() -> None:
@@ -75,17 +75,17 @@ def test_a_tokenizers_own_truncation_and_padding_are_not_applied() -> None:
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=100)
     text = "hello two worlds"
-    assert PromptEncoder(tokenizer).encode(text, PLENTY) == tuple(reference()(text).input_ids)
+    assert PromptEncoder.of(tokenizer).encode(text, PLENTY) == tuple(reference()(text).input_ids)
 
 
 @pytest.mark.parametrize(
     ("encoder", "prompt", "refusal", "words"),
     [
-        (PromptEncoder(reference()), Conversation((Turn("tool", "x"),)), Refusal.BAD_MESSAGE, "no tools here"),
-        (PromptEncoder(reference("{{ nothing.at.all }}")), CHAT, Refusal.BAD_MESSAGE, "'nothing' is undefined"),
-        (PromptEncoder(reference(None)), CHAT, Refusal.BAD_MESSAGE, "has no chat template"),
-        (PromptEncoder(reference()), "\ud800", Refusal.BAD_PROMPT, "lone surrogate"),
-        (PromptEncoder(reference()), Conversation((Turn("user", "\ud800"),)), Refusal.BAD_PROMPT, "lone surrogate"),
+        (PromptEncoder.of(reference()), Conversation((Turn("tool", "x"),)), Refusal.BAD_MESSAGE, "no tools here"),
+        (PromptEncoder.of(reference("{{ nothing.at.all }}")), CHAT, Refusal.BAD_MESSAGE, "'nothing' is undefined"),
+        (PromptEncoder.of(reference(None)), CHAT, Refusal.BAD_MESSAGE, "has no chat template"),
+        (PromptEncoder.of(reference()), "\ud800", Refusal.BAD_PROMPT, "lone surrogate"),
+        (PromptEncoder.of(reference()), Conversation((Turn("user", "\ud800"),)), Refusal.BAD_PROMPT, "lone surrogate"),
     ],
 )
 def test_refusals(encoder: PromptEncoder, prompt: Prompt, refusal: Refusal, words: str) -> None:
@@ -96,7 +96,7 @@ def test_refusals(encoder: PromptEncoder, prompt: Prompt, refusal: Refusal, word
 
 
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
-    encoder = PromptEncoder(reference())
+    encoder = PromptEncoder.of(reference())
     longest = max(map(len, byte_level().get_vocab()))
     assert len(encoder.encode("<start>" * 10, 10)) == 11, "one that might have fitted is encoded"
     for prompt in ("x" * (10 * longest + 1), Conversation((Turn("user", "x" * (10 * longest + 1)),))):
@@ -106,7 +106,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
 
 
 def test_two_threads_may_encode_at_once() -> None:
-    encoder = PromptEncoder(reference())
+    encoder = PromptEncoder.of(reference())
     prompts = [*TEXTS, CHAT] * 40
     expected = [encoder.encode(prompt, PLENTY) for prompt in prompts]
     with ThreadPoolExecutor(2) as pool:
@@ -167,7 +167,7 @@ def test_characters_that_a_vocabulary_lacks_do_not_count(missing: str) -> None:
 def test_a_folder_is_loaded_as_transformers_loads_it(tmp_path: Path) -> None:
     reference().save_pretrained(tmp_path)
     encoder = PromptEncoder.load(tmp_path)
-    assert encoder.encode(CHAT, PLENTY) == PromptEncoder(reference()).encode(CHAT, PLENTY)
+    assert encoder.encode(CHAT, PLENTY) == PromptEncoder.of(reference()).encode(CHAT, PLENTY)
 
 
 @pytest.mark.model

@@ -20,6 +20,8 @@ STORED = {FLOAT32: np.float32, BF16: np.uint16, INT8: np.int8}
 
 # Relative to the largest magnitude of what is expected.
 TOLERANCE = 2e-5
+WORDS_TOLERANCE = 5e-4
+"""Of int8 keys and values, where queries and weights have 15 bits and a scale: they themselves are 4e-3 off."""
 
 
 @pytest.fixture(params=[1, 3], ids=["alone", "threads"])
@@ -62,6 +64,9 @@ SHAPES = [
     Shape(kv_heads=2, group=4, head_dim=18, block_size=5),
     Shape(kv_heads=1, group=6, head_dim=7, block_size=1),
     Shape(kv_heads=1, group=2, head_dim=256, block_size=64),
+    Shape(kv_heads=1, group=5, head_dim=32, block_size=3),
+    Shape(kv_heads=2, group=2, head_dim=96, block_size=16),
+    Shape(kv_heads=1, group=1, head_dim=288, block_size=16),
 ]
 
 # (new tokens, context length) of each sequence.
@@ -157,7 +162,8 @@ def test_attention_is_what_float64_says(threads: ctypes.CDLL, step: str, shape: 
     out = np.full((now.token_count, shape.heads * shape.head_dim + 3), 42, np.float32)
     kernels.attend(paged.pool, now, qkv, out, shape.heads, 0.3)
     q = qkv[:, : shape.heads * shape.head_dim].reshape(-1, shape.heads, shape.head_dim)
-    close(out[:, :-3].reshape(q.shape), reference(paged, q, 0.3))
+    tolerance = WORDS_TOLERANCE if kind == INT8 and shape.head_dim % 32 == 0 else TOLERANCE
+    close(out[:, :-3].reshape(q.shape), reference(paged, q, 0.3), tolerance)
     assert (out[:, -3:] == 42).all()
 
 

@@ -129,6 +129,34 @@ def test_processes_may_compile_at_the_same_time(sources: Path, tmp_path: Path) -
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".so"]
 
 
+def test_libraries_that_nobody_has_used_for_long_make_room(sources: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    others = [cache / f"native-{number}.so" for number in range(build.LIBRARIES_KEPT + 2)]
+    for age, path in enumerate(others):
+        path.write_bytes(b"x")
+        os.utime(path, (1e9 - age, 1e9 - age))
+    killed, at_work = cache / "native-a.so.x.partial", cache / "native-b.so.y.partial"
+    for path, seconds in ((killed, 1e9), (at_work, None)):
+        path.mkdir()
+        (path / "some.o").write_bytes(b"x")
+        if seconds is not None:
+            os.utime(path, (seconds, seconds))
+    (cache / "else.so").write_bytes(b"x")
+    assert load_native(cache).cue_answer() == 42
+    made = build.native_name(build.find_compiler())
+    kept = {path.name for path in others[: build.LIBRARIES_KEPT - 1]}
+    assert {path.name for path in cache.iterdir()} == kept | {made, at_work.name, "else.so"}
+
+
+def test_a_library_that_is_used_counts_as_new(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_native(tmp_path)
+    library = tmp_path / build.native_name(build.find_compiler())
+    os.utime(library, (1e9, 1e9))
+    assert again(monkeypatch, tmp_path).cue_answer() == 42
+    assert library.stat().st_mtime > 1e9
+
+
 TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
 
 

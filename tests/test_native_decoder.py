@@ -17,7 +17,7 @@ import transformers
 from tiny_models import NATIVE, edit_config, save
 
 from cuelight.actors.executor.native.architecture import Architecture, read_architecture
-from cuelight.actors.executor.native.attention import BF16, FLOAT32, layout
+from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout
 from cuelight.actors.executor.native.decoder import PARTS, NativeDecoder, NativeWeights
 from cuelight.actors.executor.native.linear import Kind, LinearKernels
 from cuelight.actors.executor.native.pool import Pools
@@ -118,7 +118,8 @@ class Steps:
         tensors: dict[str, Tensor] = dict(read_weights(folder))
         weights = NativeWeights.pack(native, self.architecture, tensors, kind)
         self.pools = Pools(self.architecture, 60, block_size, stored)
-        self.pools._device[:] = 1000 if stored == FLOAT32 else 0x7FC0
+        self.pools._device.numbers[:] = {FLOAT32: 1000, BF16: 0x7FC0, INT8: 127}[stored]
+        self.pools._device.scales[:] = np.nan
         self.decoder = NativeDecoder(native, weights, self.pools.structures(), 64)
         self.chance = random.Random(1)
         self.free = self.chance.sample(range(1, 60), 59)
@@ -183,14 +184,16 @@ def test_the_whole_model_is_that_of_transformers(family: str, folder_of: Callabl
         np.testing.assert_allclose(whole.logits(text), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama, tied", "llama, odd", "qwen2", "qwen3, biases"])
+@pytest.mark.parametrize("family", ["llama", "llama, tied", "llama, odd", "qwen2", "qwen3, biases", "qwen3, wide"])
 @pytest.mark.parametrize(
     ("kind", "stored", "of_weights", "of_rows"),
     [
         (Kind.F32, BF16, 1e-12, 0.015),
+        (Kind.F32, INT8, 1e-12, 0.02),
         (Kind.BF16, BF16, 0.02, 0.015),
         (Kind.INT8, FLOAT32, 0.06, 0.06),
         (Kind.INT8, BF16, 0.06, 0.06),
+        (Kind.INT8, INT8, 0.06, 0.06),
         (Kind.INT4, BF16, 0.6, 0.06),
     ],
 )

@@ -380,7 +380,9 @@ def test_options_that_cannot_be_met_are_refused(others: dict[str, object], why: 
 
 
 def stored(runner: NativeRunner) -> npt.NDArray[Any]:
-    return runner._pools._device
+    memory = runner._pools._device
+    assert not memory.scales.any()
+    return memory.numbers
 
 
 @pytest.mark.parametrize(
@@ -389,18 +391,28 @@ def stored(runner: NativeRunner) -> npt.NDArray[Any]:
         ({}, 4),
         ({"dtype": "auto"}, 4),
         ({"dtype": "bfloat16"}, 2),
-        ({"dtype": "auto", "quantization": "int8"}, 2),
-        ({"dtype": "bfloat16", "quantization": "int4"}, 2),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "float32"}, 4),
+        ({"dtype": "auto", "quantization": "int8"}, 1),
+        ({"dtype": "bfloat16", "quantization": "int4"}, 1),
+        ({"dtype": "auto", "quantization": "int8", "kv_cache_dtype": "bfloat16"}, 2),
         ({"quantization": "int4"}, 4),
+        ({"kv_cache_dtype": "int8"}, 1),
     ],
 )
 def test_the_pool_takes_the_bytes_it_is_given(others: dict[str, object], number_bytes: int, tmp_path: Path) -> None:
-    # 2 layers of keys and values of 2 heads of 8 numbers, in blocks of 4.
-    block_bytes = 2 * 2 * 2 * 8 * 4 * number_bytes
+    # 2 layers of keys and values of 2 heads of 8 numbers, in blocks of 4. Of 8 bytes in a head there is a scale.
+    block_bytes = 2 * 2 * 2 * 4 * (8 * number_bytes + (4 if number_bytes == 1 else 0))
     runner = load(options(tiny(tmp_path), block_count=None, kv_cache_bytes=10 * block_bytes + 5, **others))
     assert (runner.block_count, runner.block_size) == (10, 4)
     assert stored(runner).itemsize == number_bytes
     assert not stored(runner).any(), "what loading tried is wiped out"
+
+
+def test_by_default_the_pool_is_no_larger_than_is_of_use(tmp_path: Path) -> None:
+    tiny(tmp_path)
+    assert load(options(tmp_path, block_count=None, pool_tokens=30)).block_count == 1 + 8, "the null block holds none"
+    asked = {"kv_cache_bytes": 20 * 2 * 2 * 2 * 4 * 8 * 4}
+    assert load(options(tmp_path, block_count=None, pool_tokens=30, **asked)).block_count == 20
 
 
 def test_without_host_memory_only_loading_is_timed(tmp_path: Path) -> None:
@@ -439,7 +451,9 @@ def test_a_model_it_knows_is_served_natively_and_others_by_transformers(tmp_path
     assert isinstance(loading.load_device(options(tmp_path / "gemma")), ModelRunner)
 
 
-@pytest.mark.parametrize("others", [{"decoder": "native"}, {"quantization": "int4"}], ids=str)
+@pytest.mark.parametrize(
+    "others", [{"decoder": "native"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}], ids=str
+)
 def test_what_is_asked_for_and_cannot_be_is_refused(others: dict[str, object], tmp_path: Path) -> None:
     tiny(tmp_path)
     with pytest.raises(CannotLoad, match=r"on the CPU only: give device='cpu', not 'cuda'"):
@@ -454,6 +468,8 @@ def test_four_bits_are_the_native_decoders(tmp_path: Path) -> None:
     assert isinstance(loading.load_device(options(tmp_path, quantization="int4")), NativeRunner)
     with pytest.raises(CannotLoad, match="quantization 'int4' needs the native decoder"):
         loading.load_device(options(tmp_path, quantization="int4", decoder="transformers"))
+    with pytest.raises(CannotLoad, match="kv_cache_dtype 'bfloat16' needs the native decoder"):
+        loading.load_device(options(tmp_path, kv_cache_dtype="bfloat16", decoder="transformers"))
 
 
 @pytest.mark.parametrize("has_cuda", [True, False])

@@ -63,13 +63,32 @@ def test_rows_that_are_moved_and_forked_go_on_as_if_nothing_had_been(seed: int, 
     runner = load(tmp_path, host_block_count=64)
 
     def spoil(blocks: list[int]) -> None:
-        runner._pools._device[:, :, blocks] = 1000.0
+        runner._pools._device.numbers[:, :, blocks] = 1000.0
 
     mover = Mover(runner, random_prompts(3), seed, spoil)
     mover.run(output_tokens=8)
     assert min(mover.moves.values()) > 5
     for index, prompt in enumerate(mover.prompts):
         assert mover.outputs[index] == greedy_alone(model, prompt, 8)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_int8_cache_is_moved_and_forked_with_its_scales(seed: int, tmp_path: Path) -> None:
+    save(NATIVE["llama"](), tmp_path)
+    alone = Driver(load(tmp_path, kv_cache_dtype="int8"), random_prompts(3), seed)
+    alone.run(output_tokens=8)
+    runner = load(tmp_path, host_block_count=64, kv_cache_dtype="int8")
+
+    def spoil(blocks: list[int]) -> None:
+        runner._pools._device.numbers[:, :, blocks] = 127
+        runner._pools._device.scales[:, :, blocks] = np.nan
+
+    mover = Mover(runner, random_prompts(3), seed, spoil)
+    mover.run(output_tokens=8)
+    assert min(mover.moves.values()) > 5
+    assert mover.failed == {}
+    for index in range(3):
+        assert mover.outputs[index] == alone.outputs[index]
 
 
 class Stepper:

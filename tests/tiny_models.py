@@ -63,6 +63,7 @@ NATIVE: dict[str, Callable[[], PreTrainedConfig]] = {
     "mistral": lambda: transformers.MistralConfig(**SHAPE, num_key_value_heads=6, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**GROUPED),
     "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16),
+    "qwen3, wide": lambda: transformers.Qwen3Config(**GROUPED, head_dim=32),
     "qwen3, biases": lambda: transformers.Qwen3Config(**ODD, num_key_value_heads=5, head_dim=6, attention_bias=True),
 }
 """What the native decoder serves."""

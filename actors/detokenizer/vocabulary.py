@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _Decode: TypeAlias = Callable[[list[int]], str]
 
@@ -36,13 +39,23 @@ def load_decoder(folder: Path) -> Decoder:
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if isinstance(tokenizer, PreTrainedTokenizerFast):
-        backend = tokenizer.backend_tokenizer
-        return Decoder(partial(backend.decode, skip_special_tokens=True), backend.get_vocab())
+        return _of_backend(tokenizer.backend_tokenizer)
 
     def decode(token_ids: list[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     return Decoder(decode, tokenizer.get_vocab())  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+
+
+def load_kept_decoder(file: Path) -> Decoder:
+    """Load a tokenizer that transformers has built and that was kept in this file. Raises what a bad file raises."""
+    from tokenizers import Tokenizer
+
+    return _of_backend(Tokenizer.from_file(str(file)))
+
+
+def _of_backend(backend: Tokenizer) -> Decoder:
+    return Decoder(partial(backend.decode, skip_special_tokens=True), backend.get_vocab())
 
 
 def _byte_tokens(decode: _Decode, vocabulary: dict[str, int]) -> frozenset[int]:

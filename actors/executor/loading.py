@@ -22,28 +22,30 @@ GPU_FILES = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/d
 
 def load_device(options: LoadOptions) -> Device[Batch]:
     """The model on its device, with the fastest decoder that serves it there. Blocks. Raises CannotLoad."""
-    needs_native = _needs_native(options)
-    if needs_native and options.decoder == "transformers":
-        raise CannotLoad(f"{needs_native} needs the native decoder, not decoder 'transformers'")
+    wanted = _what_is_native(options)
+    if wanted and options.decoder == "transformers":
+        raise CannotLoad(f"{wanted} needs the native decoder, not decoder 'transformers'")
     if options.decoder != "transformers" and _is_cpu(options.device):
         try:
             return native.load(options)
         except native.Unsuitable as reason:
-            if needs_native:
+            if wanted:
                 raise CannotLoad(f"the native decoder cannot serve this model: {reason}") from reason
             log.warning("native_decoder_unsuitable", instead="transformers", reason=str(reason))
-    elif needs_native:
-        raise CannotLoad(f"{needs_native} runs on the CPU only: give device='cpu', not {options.device!r}")
+    elif wanted:
+        raise CannotLoad(f"{wanted} runs on the CPU only: give device='cpu', not {options.device!r}")
     from cuelight.actors.executor.runner import load_runner
 
     return load_runner(options)
 
 
-def _needs_native(options: LoadOptions) -> str:
-    """What is asked for that nobody else has; empty for nothing."""
-    if options.decoder == "native":
-        return "decoder 'native'"
-    return f"quantization {options.quantization!r}" if options.quantization == "int4" else ""
+def _what_is_native(options: LoadOptions) -> str:
+    """What is asked for that only the native decoder has, in words, if anything."""
+    if options.quantization == "int4":
+        return "quantization 'int4'"
+    if options.kv_cache_dtype != "auto":
+        return f"kv_cache_dtype {options.kv_cache_dtype!r}"
+    return "decoder 'native'" if options.decoder == "native" else ""
 
 
 def _is_cpu(device: str) -> bool:

@@ -20,10 +20,10 @@ class LoadOptions:
     """Which model, in which precision, with how large a pool.
 
     `block_count` wins over `kv_cache_bytes`; with neither, the pool takes a quarter of the CPU's free memory, at most
-    2 GiB, or of CUDA's what everything else leaves over of `memory_fraction`. `host_kv_cache_bytes` wins over
-    `host_block_count`. Steps have `token_budget` tokens of `running_max` requests at most. What takes how long is
-    measured by `now`, in seconds. Compiled code is kept in `code_folder`, if there is one; `eager` compiles none of the
-    model's own, None decides by the device.
+    2 GiB, and with the native decoder no more than `pool_tokens` need, or of CUDA's what everything else leaves over of
+    `memory_fraction`. `host_kv_cache_bytes` wins over `host_block_count`. Steps have `token_budget` tokens of
+    `running_max` requests at most. What takes how long is measured by `now`, in seconds. Compiled code is kept in
+    `code_folder`, if there is one; `eager` compiles none of the model's own, None decides by the device.
     """
 
     folder: Path
@@ -41,6 +41,8 @@ class LoadOptions:
     now: Callable[[], float]
     host_block_count: int = 0
     host_kv_cache_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
+    pool_tokens: int | None = None
     running_max: int = 64
     memory_fraction: float = 0.9
     eager: bool | None = None
@@ -53,6 +55,12 @@ class LoadOptions:
         if budget // block_bytes < 2:
             raise CannotLoad(f"a KV cache of {budget} bytes holds no block: one takes {block_bytes} bytes")
         return budget // block_bytes
+
+    def useful_budget(self, block_bytes: int) -> int:
+        """Bytes for a pool on the CPU where nobody says how many."""
+        if self.pool_tokens is None:
+            return cpu_budget()
+        return min(cpu_budget(), (1 + -(-self.pool_tokens // self.block_size)) * block_bytes)
 
     def host_blocks(self, block_bytes: int) -> int:
         """Blocks in host memory. Raises CannotLoad."""

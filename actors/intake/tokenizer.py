@@ -5,40 +5,98 @@ May be used from two threads at once: nothing here changes after loading.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeAlias, cast
+
+import msgspec
 
 from cuelight.actors.intake.prompts import check_text
 from cuelight.actors.intake.refusal import Refused
-from cuelight.actors.intake.token_length import text_bound
+from cuelight.actors.intake.token_length import TextBound, text_bound
 from cuelight.messages.request import Conversation, Prompt, Refusal
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
+
+TOKENIZER_FILE, CHAT_FILE = "tokenizer.json", "chat.json"
+"""What a kept tokenizer consists of: see `keeping`."""
+
+_Encode: TypeAlias = Callable[[str, bool], Sequence[int]]
+"""Token ids of a text, with or without the special tokens that the tokenizer adds."""
+_Render: TypeAlias = Callable[[Conversation], str]
+
+
+class Chat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a kept tokenizer writes a conversation down: its chat template, if it has one, and the special tokens that
+    the template knows by their names. `split_special_tokens`: text that looks like a special token is none."""
+
+    template: str | None
+    variables: dict[str, str]
+    split_special_tokens: bool
+
+    def render(self, conversation: Conversation) -> str:
+        """As transformers renders it, up to where the assistant speaks. Raises what the template raises."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # It is annotated as giving one text.
+        render = cast(Callable[..., tuple[list[str], object]], render_jinja_template)
+        rendered, _ = render(
+            conversations=[_messages(conversation)],
+            chat_template=self.template,
+            add_generation_prompt=True,
+            **self.variables,
+        )
+        return rendered[0]
 
 
 class PromptEncoder:
-    """A model's tokenizer and chat template."""
+    """A model's tokenizer and chat template; `render` is None where there is no template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, encode: _Encode, render: _Render | None, bound: TextBound | None) -> None:
+        self._encode_text, self._render_chat, self._bound = encode, render, bound
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Of a tokenizer that transformers has loaded."""
         from transformers import PreTrainedTokenizerFast
 
-        self._tokenizer = tokenizer
-        self._backend = tokenizer.backend_tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
-        self._bound = None
-        if self._backend is not None:
-            # Set once what transformers would set at each call, which no other thread may be encoding during.
-            self._backend.no_truncation()
-            self._backend.no_padding()
-            self._backend.encode_special_tokens = tokenizer.split_special_tokens
-            self._bound = text_bound(self._backend)
+        def render(conversation: Conversation) -> str:
+            return str(
+                tokenizer.apply_chat_template(_messages(conversation), add_generation_prompt=True, tokenize=False)
+            )
+
+        def encode(text: str, add_special_tokens: bool) -> Sequence[int]:
+            ids: Sequence[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
+            return ids
+
+        chat = None if tokenizer.chat_template is None else render
+        if isinstance(tokenizer, PreTrainedTokenizerFast):
+            backend = tokenizer.backend_tokenizer
+            return cls(_encoder(backend, tokenizer.split_special_tokens), chat, text_bound(backend))
+        return cls(encode, chat, None)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Load the tokenizer of a Hugging Face model folder. Takes seconds; raises what transformers raises."""
         from transformers import AutoTokenizer
 
-        return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        return cls.of(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+
+    @classmethod
+    def load_kept(cls, folder: Path) -> Self:
+        """Load what `keeping` has written to this folder, which needs no torch. Raises what a bad file raises."""
+        from tokenizers import Tokenizer
+
+        backend: Tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        chat = msgspec.json.decode((folder / CHAT_FILE).read_bytes(), type=Chat)
+        if chat.template is None:
+            return cls(_encoder(backend, chat.split_special_tokens), None, text_bound(backend))
+        # Half a second that the first conversation need not wait for.
+        import transformers.utils.chat_template_utils  # noqa: F401
+
+        return cls(_encoder(backend, chat.split_special_tokens), chat.render, text_bound(backend))
 
     def encode(self, prompt: Prompt, token_limit: int) -> tuple[int, ...]:
         """The prompt's token ids: text with the special tokens that the tokenizer adds, a conversation through the
@@ -56,20 +114,33 @@ class PromptEncoder:
         return prompt
 
     def _render(self, conversation: Conversation) -> str:
-        if self._tokenizer.chat_template is None:
+        if self._render_chat is None:
             raise Refused(Refusal.BAD_MESSAGE, "this model has no chat template; give it text or token ids")
-        messages = [{"role": turn.role, "content": turn.content} for turn in conversation.turns]
         try:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return self._render_chat(conversation)
         except Exception as error:  # a template is a program of its own and may raise anything
             reason = f"the model's chat template refuses this conversation: {error}"
             raise Refused(Refusal.BAD_MESSAGE, reason) from error
-        return str(text)
 
     def _encode(self, text: str, token_limit: int, *, add_special_tokens: bool) -> tuple[int, ...]:
         if self._bound is not None and self._bound.exceeded_by(text, token_limit):
             reason = f"the prompt has {len(text)} characters, which cannot fit the {token_limit} tokens there are"
             raise Refused(Refusal.PROMPT_TOO_LONG, reason)
-        if self._backend is not None:
-            return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
+        return tuple(self._encode_text(text, add_special_tokens))
+
+
+def _encoder(backend: Tokenizer, split_special_tokens: bool) -> _Encode:
+    # Set once what transformers would set at each call, which no other thread may be encoding during.
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = split_special_tokens
+
+    def encode(text: str, add_special_tokens: bool) -> Sequence[int]:
+        ids: Sequence[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    return encode
+
+
+def _messages(conversation: Conversation) -> list[dict[str, str]]:
+    return [{"role": turn.role, "content": turn.content} for turn in conversation.turns]

@@ -1,4 +1,7 @@
 // Included by each_isa.h: one query token against a context, keys and values read once for all heads of a group.
+#if CUE_WORDS
+#include "words.h"
+#endif
 #include "attention_tile.h"
 
 constexpr int kTogether = kRegisters / 8;  // tokens whose dot products run side by side
@@ -78,7 +81,7 @@ inline void multiply_some(const float* q, int padded, const F (&key)[kTogether],
 
 // scores[h * kSegment + t] for the tokens of a segment; what stands behind them counts for nothing.
 template <class T, int G>
-CUE_APART void score(const Segment<T>& segment, const float* q, int padded, int n, float* scores) {
+CUE_APART void score_floats(const Segment<T>& segment, const float* q, int padded, int n, float* scores) {
     const int whole = n / W * W;
     for (int t = 0; t < segment.count; t += W) {
         F dots[G][W];
@@ -156,8 +159,25 @@ CUE_APART float soften(float* scores, int count, float& most, float& total) {
     return shrink;
 }
 
-// G heads from `head` of the group on.
+// How `attend_heads` multiplies, in floats.
 template <class T, int G>
+struct FloatProducts {
+    void begin(float*, int) {}
+    void score(const Segment<T>& segment, const float* q, int padded, int n, float* scores) const {
+        score_floats<T, G>(segment, q, padded, n, scores);
+    }
+    void add_values(const Segment<T>& segment, const Segment<T>& next, const float* weights, const float* shrink,
+                    float* out, int padded, int n) const {
+        add_all_values<T, G>(segment, next, weights, shrink, out, padded, n);
+    }
+};
+
+#if CUE_WORDS
+#include "attention_words.h"
+#endif
+
+// G heads from `head` of the group on.
+template <class T, int G, class Products>
 void attend_heads(const AttentionTask& task, int head) {
     const int n = task.kv->head_dim, padded = (n + W - 1) / W * W;
     float* const q = task.scratch;
@@ -172,6 +192,8 @@ void attend_heads(const AttentionTask& task, int head) {
             store(out + h * padded + i, zero());
         }
     }
+    Products products;
+    products.begin(q, n);
     Segment<T> segments[2];
     locate(task, task.begin, segments[0]);
     for (const T* keys : segments[0].keys) prefetch(keys, n);
@@ -180,14 +202,14 @@ void attend_heads(const AttentionTask& task, int head) {
         Segment<T>& next = segments[turn ^ 1];
         const int64_t after = begin + kSegment;
         locate(task, after < task.end ? after : begin, next);
-        score<T, G>(segment, q, padded, n, weights);
+        products.score(segment, q, padded, n, weights);
         for (int h = 0; h < G; ++h) {
             float* const mine = weights + h * kSegment;
             scale_by(mine, task.kv->key_scales, segment);
             shrink[h] = soften(mine, segment.count, most[h], total[h]);
             scale_by(mine, task.kv->value_scales, segment);
         }
-        add_all_values<T, G>(segment, next, weights, shrink, out, padded, n);
+        products.add_values(segment, next, weights, shrink, out, padded, n);
     }
     for (int h = 0; h < G; ++h) {
         float* to = task.out + (head + h) * n;
@@ -201,22 +223,32 @@ void attend_heads(const AttentionTask& task, int head) {
     }
 }
 
-template <class T>
+template <class T, template <int> class Products>
 inline void attend_group(const AttentionTask& task) {
     int head = 0;
-    for (; head + 4 <= task.group; head += 4) attend_heads<T, 4>(task, head);
+    for (; head + 4 <= task.group; head += 4) attend_heads<T, 4, Products<4>>(task, head);
     switch (task.group - head) {
-        case 3: return attend_heads<T, 3>(task, head);
-        case 2: return attend_heads<T, 2>(task, head);
-        case 1: return attend_heads<T, 1>(task, head);
+        case 3: return attend_heads<T, 3, Products<3>>(task, head);
+        case 2: return attend_heads<T, 2, Products<2>>(task, head);
+        case 1: return attend_heads<T, 1, Products<1>>(task, head);
     }
 }
 
+template <int G>
+using Float32Products = FloatProducts<float, G>;
+template <int G>
+using Bf16Products = FloatProducts<Bf16, G>;
+template <int G>
+using Int8Products = FloatProducts<int8_t, G>;
+
 void attend_one(const AttentionTask& task) {
+#if CUE_WORDS
+    if (task.kv->type == kInt8 && fits_words(task.kv->head_dim)) return attend_group<int8_t, WordProducts>(task);
+#endif
     switch (task.kv->type) {
-        case kFloat32: return attend_group<float>(task);
-        case kBf16: return attend_group<Bf16>(task);
-        case kInt8: return attend_group<int8_t>(task);
+        case kFloat32: return attend_group<float, Float32Products>(task);
+        case kBf16: return attend_group<Bf16, Bf16Products>(task);
+        case kInt8: return attend_group<int8_t, Int8Products>(task);
     }
 }
 

@@ -16,6 +16,8 @@ struct Tile {
     float* most;    // [rows]
     float* total;   // [rows, W]: one sum for each lane
     float* shrink;  // [rows]
+    float* scales;  // by words: of the rows of q, [rows]; of keys, [kKeys]; what weights are multiplied by, [kKeys]
+    float value_scale;  // by words: what a word of values times one of weights stands for
 };
 
 inline size_t lay_out(Tile& tile, int rows, int n, float* scratch) {
@@ -33,6 +35,7 @@ inline size_t lay_out(Tile& tile, int rows, int n, float* scratch) {
     take(tile.most, row_count);
     take(tile.total, row_count * W);
     take(tile.shrink, row_count);
+    take(tile.scales, row_count + 2 * kKeys);
     return static_cast<size_t>(at - scratch);
 }
 
@@ -147,16 +150,41 @@ inline void add_rows(Tile& tile, int count, int row) {
     for (; i < tile.padded; i += W) add_columns<1>(tile, count, row, i);
 }
 
+inline void fetch_any(const AttentionTask& task, int64_t begin, int count, Tile& tile) {
+    switch (task.kv->type) {
+        case kFloat32: return fetch<float>(task, begin, count, tile);
+        case kBf16: return fetch<Bf16>(task, begin, count, tile);
+        case kInt8: return fetch<int8_t>(task, begin, count, tile);
+    }
+}
+
+// How a tile multiplies, in floats.
+struct FloatTile {
+    static void begin(Tile&) {}
+    static void fetch(const AttentionTask& task, int64_t begin, int count, Tile& tile) {
+        fetch_any(task, begin, count, tile);
+    }
+    template <int N>
+    static void score(Tile& tile, int row) {
+        score_rows<N>(tile, row);
+    }
+    static void weigh(Tile&, int) {}
+    static void add(Tile& tile, int count, int row) { add_rows(tile, count, row); }
+};
+
 // One step of kRows rows. Row r sees the first seen(r) keys of the tile, later rows never fewer.
-template <class Seen>
+template <class Products, class Seen>
 inline void step_rows(Tile& tile, int count, int row, Seen seen) {
     const int64_t most = seen(row + kRows - 1);
     if (most <= 0) return;
     const int needed = most < count ? static_cast<int>(most) : count;
-    if (needed <= kWide / 2 * W) score_rows<kWide / 2>(tile, row);
-    else score_rows<kWide>(tile, row);
-    for (int r = row; r < row + kRows; ++r) soften_row(tile, r, seen(r));
-    add_rows(tile, needed, row);
+    if (needed <= kWide / 2 * W) Products::template score<kWide / 2>(tile, row);
+    else Products::template score<kWide>(tile, row);
+    for (int r = row; r < row + kRows; ++r) {
+        soften_row(tile, r, seen(r));
+        Products::weigh(tile, r);
+    }
+    Products::add(tile, needed, row);
 }
 
 inline void end_tile(const AttentionTask& task, Tile& tile) {
@@ -168,29 +196,34 @@ inline void end_tile(const AttentionTask& task, Tile& tile) {
     }
 }
 
-inline void fetch_any(const AttentionTask& task, int64_t begin, int count, Tile& tile) {
-    switch (task.kv->type) {
-        case kFloat32: return fetch<float>(task, begin, count, tile);
-        case kBf16: return fetch<Bf16>(task, begin, count, tile);
-        case kInt8: return fetch<int8_t>(task, begin, count, tile);
-    }
-}
+#if CUE_WORDS
+#include "attention_tile_words.h"
+#endif
 
-void attend_tile(const AttentionTask& task) {
+template <class Products>
+inline void attend_tile_by(const AttentionTask& task) {
     Tile tile;
     lay_out(tile, task.queries * task.group, task.kv->head_dim, task.scratch);
     begin_tile(task, tile);
+    Products::begin(tile);
     for (int64_t begin = 0; begin < task.end; begin += kKeys) {
         const int count = static_cast<int>(task.end - begin < kKeys ? task.end - begin : kKeys);
-        fetch_any(task, begin, count, tile);
+        Products::fetch(task, begin, count, tile);
         const auto seen = [&](int r) {
             // The rows of padding see what the last query sees.
             const int query = (r < tile.rows ? r : tile.rows - 1) / task.group;
             return task.end - task.queries + query + 1 - begin;
         };
-        for (int row = 0; row < tile.rows_padded; row += kRows) step_rows(tile, count, row, seen);
+        for (int row = 0; row < tile.rows_padded; row += kRows) step_rows<Products>(tile, count, row, seen);
     }
     end_tile(task, tile);
+}
+
+void attend_tile(const AttentionTask& task) {
+#if CUE_WORDS
+    if (task.kv->type == kInt8 && fits_words(task.kv->head_dim)) return attend_tile_by<WordTile>(task);
+#endif
+    attend_tile_by<FloatTile>(task);
 }
 
 size_t scratch_tile(int rows, int head_dim) {

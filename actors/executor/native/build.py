@@ -30,6 +30,9 @@ ERROR_LINES = 12
 
 COMPILE_SECONDS_MAX = 300.0
 
+LIBRARIES_KEPT = 8
+"""Those used last: an older one is compiled again if another version of ours still wants it."""
+
 
 class NoNativeCode(Exception):
     """The native kernels cannot be had here; the text says why in a sentence."""
@@ -58,16 +61,45 @@ def _library(folder: Path | None) -> ctypes.CDLL:
     if folder is not None:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            if not (folder / name).exists():
+            if not _touched(folder / name):
                 with tempfile.TemporaryDirectory(prefix=f"{name}.", suffix=".partial", dir=folder) as scratch:
                     # The name comes into being complete, whoever else is compiling it at the same time.
                     compile_into(Path(scratch), compiler).replace(folder / name)
+                _remove_old(folder, folder / name)
             return _load(folder / name)
     try:
         with tempfile.TemporaryDirectory(prefix="cuelight-") as scratch:
             return _load(compile_into(Path(scratch), compiler))
     except OSError as error:
         raise NoNativeCode(f"the native kernels found no place: {error}") from error
+
+
+def _touched(library: Path) -> bool:
+    """Whether it is there; if so, it counts as used now."""
+    if not library.exists():
+        return False
+    with contextlib.suppress(OSError):  # another user's cache: then its owner's use is what counts
+        os.utime(library)
+    return True
+
+
+def _remove_old(folder: Path, made: Path) -> None:
+    """Remove all but the last used libraries, and what compilations have left behind that were killed.
+
+    A process that has a library loaded keeps it: a removed file stays for those who have it open, and where the system
+    does not allow that, it is not removed.
+    """
+    used: dict[Path, float] = {}
+    for path in folder.glob("native-*"):
+        with contextlib.suppress(OSError):  # someone else has just removed it
+            used[path] = path.stat().st_mtime
+    libraries = sorted((path for path in used if path.suffix == ".so"), key=used.__getitem__, reverse=True)
+    for old in libraries[LIBRARIES_KEPT:]:
+        with contextlib.suppress(OSError):
+            old.unlink()
+    for partial, seconds in used.items():
+        if partial.suffix == ".partial" and seconds < used.get(made, 0) - 2 * COMPILE_SECONDS_MAX:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _load(path: Path) -> ctypes.CDLL:

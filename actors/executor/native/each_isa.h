@@ -33,6 +33,8 @@ namespace avx2 {
 }  // namespace avx2
 CUE_TARGET_END
 
+// This form has registers of words.
+#define CUE_WORDS 1
 CUE_TARGET_AVX512
 namespace avx512 {
 #include "simd_avx512.h"
@@ -40,6 +42,7 @@ namespace avx512 {
 #include CUE_KERNEL
 }  // namespace avx512
 CUE_TARGET_END
+#undef CUE_WORDS
 #endif
 
 }  // namespace

@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 
 from cuelight.actors.executor.native.architecture import Architecture, NotNative, read_architecture
-from cuelight.actors.executor.native.attention import BF16, FLOAT32, layout
+from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.native.decoder import NativeDecoder, NativeWeights
 from cuelight.actors.executor.native.linear import Kind
@@ -16,11 +16,12 @@ from cuelight.actors.executor.native.pool import Pools
 from cuelight.actors.executor.native.runner import NativeRunner
 from cuelight.actors.executor.native.sampler import Sampler
 from cuelight.actors.executor.native.weights import BadWeights, read_weights
-from cuelight.actors.executor.options import CannotLoad, LoadOptions, cpu_budget
+from cuelight.actors.executor.options import CannotLoad, LoadOptions
 from cuelight.kernel import get_logger
 from cuelight.messages.request import BlockCopies, Copying, HostTier
 
 KINDS = {None: Kind.F32, "int8": Kind.INT8, "int4": Kind.INT4}
+CACHES = {"float32": FLOAT32, "bfloat16": BF16, "int8": INT8}
 
 MEASURED_TOKENS = 64
 MEASURED_BLOCKS = 8
@@ -63,11 +64,20 @@ def _kind(options: LoadOptions) -> Kind:
     return Kind.BF16 if options.quantization is None and options.dtype == "bfloat16" else KINDS[options.quantization]
 
 
+def _cache(options: LoadOptions) -> int:
+    """How keys and values are stored."""
+    if options.kv_cache_dtype != "auto":
+        return CACHES[options.kv_cache_dtype]
+    if _kind(options) is Kind.F32 or options.dtype == "float32":
+        return FLOAT32
+    # In int8 keys and values lose a tenth of what the weights do in as many bits.
+    return BF16 if options.quantization is None else INT8
+
+
 def _pools(options: LoadOptions, architecture: Architecture) -> Pools:
-    # Keys and values lose less in bfloat16 than the weights do in the same or fewer bits.
-    kind = FLOAT32 if _kind(options) is Kind.F32 or options.dtype == "float32" else BF16
+    kind = _cache(options)
     block_bytes = Pools.block_bytes(architecture, options.block_size, kind)
-    block_count = options.blocks(block_bytes, cpu_budget())
+    block_count = options.blocks(block_bytes, options.useful_budget(block_bytes))
     host_block_count = options.host_blocks(block_bytes)
     try:
         return Pools(architecture, block_count, options.block_size, kind, host_block_count)

@@ -3,25 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, cast
+from dataclasses import dataclass
+from typing import Final, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from cuelight.actors.executor.native.architecture import Architecture
-from cuelight.actors.executor.native.attention import BF16, FLOAT32, CueKv
+from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, CueKv
 from cuelight.messages.request import BlockCopies, Copying
 
-Stored: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+SCALE_BYTES: Final = 4
 
-TYPES: Mapping[int, np.dtype[np.float32] | np.dtype[np.uint16]] = {
+Stored: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.int8]
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+TYPES: Mapping[int, np.dtype[np.float32] | np.dtype[np.uint16] | np.dtype[np.int8]] = {
     FLOAT32: np.dtype(np.float32),
     BF16: np.dtype(np.uint16),
+    INT8: np.dtype(np.int8),
 }
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Keys and values of some blocks, [layers, 2, blocks, kv_heads, block_size, head_dim], and for int8 the scale of
+    each token and head, [layers, 2, blocks, kv_heads, block_size]; else no scales."""
+
+    numbers: Stored
+    scales: Floats
+
+    @property
+    def block_count(self) -> int:
+        """Blocks that there are."""
+        return int(self.numbers.shape[2])
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero these blocks."""
+        self.numbers[:, :, _index(blocks)] = 0
+        if self.scales.size:
+            self.scales[:, :, _index(blocks)] = 0
+
+    def take(self, targets: Sequence[int], source: Memory, sources: Sequence[int]) -> None:
+        """Copy blocks from there."""
+        self.numbers[:, :, _index(targets)] = source.numbers[:, :, _index(sources)]
+        if self.scales.size:
+            self.scales[:, :, _index(targets)] = source.scales[:, :, _index(sources)]
+
+
 class Pools:
-    """Keys and values, [layers, 2, blocks, kv_heads, block_size, head_dim], and the same for `host_block_count` blocks.
+    """Keys and values of `block_count` blocks for the kernels, and of `host_block_count` beside them.
 
     Raises MemoryError.
     """
@@ -35,11 +66,12 @@ class Pools:
         self._device = self._zeros(block_count)
         self._host = self._zeros(host_block_count)
 
-    def _zeros(self, blocks: int) -> Stored:
+    def _zeros(self, blocks: int) -> Memory:
         a = self._a
-        shape = (a.layers, 2, blocks, a.kv_heads, self.block_size, a.head_dim)
+        shape = (a.layers, 2, blocks, a.kv_heads, self.block_size)
         try:
-            return cast(Stored, np.zeros(shape, TYPES[self._kind]))
+            scales = np.zeros(shape if self._kind == INT8 else 0, np.float32)
+            return Memory(cast(Stored, np.zeros((*shape, a.head_dim), TYPES[self._kind])), scales)
         except (ValueError, OverflowError) as error:  # numpy cannot even count them
             raise MemoryError(str(error)) from error
 
@@ -47,23 +79,27 @@ class Pools:
     def block_bytes(architecture: Architecture, block_size: int, kind: int) -> int:
         """Bytes of one block over all layers, keys and values together."""
         a = architecture
-        return 2 * a.layers * a.kv_heads * block_size * a.head_dim * TYPES[kind].itemsize
+        head_bytes = a.head_dim * TYPES[kind].itemsize + (SCALE_BYTES if kind == INT8 else 0)
+        return 2 * a.layers * a.kv_heads * block_size * head_bytes
 
     def structures(self) -> list[CueKv]:
         """One a layer, for the library."""
-        a = self._a
-        return [
-            CueKv(
-                keys=keys.ctypes.data,
-                values=values.ctypes.data,
-                blocks=self.block_count,
-                type=self._kind,
-                kv_heads=a.kv_heads,
-                block_size=self.block_size,
-                head_dim=a.head_dim,
-            )
-            for keys, values in self._device
-        ]
+        return [self._structure(layer) for layer in range(self._a.layers)]
+
+    def _structure(self, layer: int) -> CueKv:
+        keys, values = self._device.numbers[layer]
+        key_scales, value_scales = self._device.scales[layer] if self._kind == INT8 else (None, None)
+        return CueKv(
+            keys=keys.ctypes.data,
+            values=values.ctypes.data,
+            key_scales=None if key_scales is None else key_scales.ctypes.data,
+            value_scales=None if value_scales is None else value_scales.ctypes.data,
+            blocks=self.block_count,
+            type=self._kind,
+            kv_heads=self._a.kv_heads,
+            block_size=self.block_size,
+            head_dim=self._a.head_dim,
+        )
 
     def copy(self, copies: BlockCopies) -> None:
         """Copy whole blocks."""
@@ -71,16 +107,16 @@ class Pools:
         target = self._host if copies.copying is Copying.SAVE else self._device
         self._check(source, copies.sources)
         self._check(target, copies.targets)
-        target[:, :, _index(copies.targets)] = source[:, :, _index(copies.sources)]
+        target.take(copies.targets, source, copies.sources)
 
-    def _check(self, memory: Stored, blocks: Sequence[int]) -> None:
+    def _check(self, memory: Memory, blocks: Sequence[int]) -> None:
         first = 0 if memory is self._host else 1
-        count = memory.shape[2]
+        count = memory.block_count
         assert all(first <= block < count for block in blocks), "a copied block exists, and is not the null block"
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero these blocks."""
-        self._device[:, :, _index(blocks)] = 0
+        self._device.clear(blocks)
 
 
 def _index(blocks: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -1,0 +1,124 @@
+// Included by attention_tile.h: how a tile attends to int8 by products of words. Pairs of words stand where floats of the
+// other way stand: q and weights in the front half of their rows, keys as pairs of dimensions, values as pairs of tokens.
+
+inline float* key_scales(Tile& tile) { return tile.scales + tile.rows_padded; }
+inline float* weight_factors(Tile& tile) { return key_scales(tile) + kKeys; }
+
+inline Words as_words(F bits) { return _mm512_castps_si512(bits); }
+inline F as_bits(Words words) { return _mm512_castsi512_ps(words); }
+
+// Value scales beyond the largest one of a tile have no place in its weights: these are 1 at most, times that scale.
+inline void scale_weights(Tile& tile, const float* scales) {
+    const float most = magnitude(scales, kKeys);
+    const F factor = set1(most > 0.0f ? kWordMax / most : 0.0f);
+    for (int t = 0; t < kKeys; t += W) store(weight_factors(tile) + t, mul(load(scales + t), factor));
+    tile.value_scale = most / kWordMax;
+}
+
+// `count` keys and values, zeros behind them.
+CUE_APART void fetch_words(const AttentionTask& task, int64_t begin, int count, Tile& tile) {
+    const CueKv& kv = *task.kv;
+    const int8_t* keys[kKeys];
+    const int8_t* values[kKeys];
+    float value_scales[kKeys] = {};
+    std::memset(key_scales(tile), 0, kKeys * sizeof(float));
+    int64_t entry = begin / kv.block_size, offset = begin % kv.block_size;
+    for (int t = 0; t < count; ++t) {
+        const int64_t index = (task.table[entry] * kv.kv_heads + task.kv_head) * kv.block_size + offset;
+        keys[t] = static_cast<const int8_t*>(kv.keys) + index * tile.n;
+        values[t] = static_cast<const int8_t*>(kv.values) + index * tile.n;
+        key_scales(tile)[t] = kv.key_scales[index];
+        value_scales[t] = kv.value_scales[index];
+        if (++offset == kv.block_size) ++entry, offset = 0;
+    }
+    scale_weights(tile, value_scales);
+    for (int t = 0; t < kKeys; t += 2)
+        for (int i = 0; i < tile.n; i += kWords) {
+            const Words a = t < count ? words(values[t] + i) : no_words();
+            const Words b = t + 1 < count ? words(values[t + 1] + i) : no_words();
+            store(tile.values + t / 2 * tile.n + i, as_bits(first_in_turns(a, b)));
+            store(tile.values + t / 2 * tile.n + i + W, as_bits(second_in_turns(a, b)));
+        }
+    for (int t = 0; t < kKeys; t += W)
+        for (int i = 0; i < tile.n; i += kWords) {
+            F square[W];
+            for (int r = 0; r < W; ++r) square[r] = as_bits(t + r < count ? words(keys[t + r] + i) : no_words());
+            transpose(square);
+            for (int r = 0; r < W; ++r) store(tile.keys + (i / 2 + r) * kKeys + t, square[r]);
+        }
+}
+
+// As `multiply`, of `pairs` pairs of words; strides in floats. Loops over registers are
+// unrolled by name: what is not, compilers keep in memory.
+template <int N>
+inline void multiply_words(const float* left, int left_stride, const float* right, int right_stride, int pairs,
+                           Words (&sum)[kRows][N]) {
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int c = 0; c < N; ++c) sum[r][c] = no_words();
+    for (int k = 0; k < pairs; ++k) {
+        Words some[N];
+#pragma GCC unroll 4
+        for (int c = 0; c < N; ++c) some[c] = as_words(load(right + k * right_stride + c * W));
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; ++r) {
+            const Words pair = as_words(set1(left[r * left_stride + k]));
+#pragma GCC unroll 4
+            for (int c = 0; c < N; ++c) add_products(sum[r][c], pair, some[c]);
+        }
+    }
+}
+
+struct WordTile {
+    static void begin(Tile& tile) {
+        for (int r = 0; r < tile.rows_padded; ++r) {
+            float* const row = tile.q + r * tile.n;
+            tile.scales[r] = narrow(row, tile.n, magnitude(row, tile.n), narrow_row(row));
+        }
+    }
+
+    static void fetch(const AttentionTask& task, int64_t begin, int count, Tile& tile) {
+        fetch_words(task, begin, count, tile);
+    }
+
+    template <int N>
+    static void score(Tile& tile, int row) {
+        Words sum[kRows][N];
+        multiply_words<N>(tile.q + row * tile.n, tile.n, tile.keys, kKeys, tile.n / 2, sum);
+#pragma GCC unroll 4
+        for (int c = 0; c < N; ++c) {
+            const F scale = load(key_scales(tile) + c * W);
+#pragma GCC unroll 6
+            for (int r = 0; r < kRows; ++r)
+                store(tile.weights + (row + r) * kKeys + c * W,
+                      mul(as_floats(sum[r][c]), mul(scale, set1(tile.scales[row + r]))));
+        }
+    }
+
+    static void weigh(Tile& tile, int r) {
+        float* const row = tile.weights + r * kKeys;
+        for (int t = 0; t < kKeys; t += W)
+            store_words(narrow_row(row) + t, mul(load(row + t), load(weight_factors(tile) + t)));
+    }
+
+    template <int N>
+    static void add_columns(Tile& tile, int count, int row, int i) {
+        Words sum[kRows][N];
+        multiply_words<N>(tile.weights + row * kKeys, kKeys, tile.values + i, tile.n, (count + 1) / 2, sum);
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+            for (int c = 0; c < N; ++c) {
+                float* const to = tile.out + (row + r) * tile.n + i + c * W;
+                const F before = mul(load(to), set1(tile.shrink[row + r]));
+                store(to, fma(as_floats(sum[r][c]), set1(tile.value_scale), before));
+            }
+    }
+
+    static void add(Tile& tile, int count, int row) {
+        int i = 0;
+        for (; i + kWide * W <= tile.n; i += kWide * W) add_columns<kWide>(tile, count, row, i);
+        if (i < tile.n) add_columns<2>(tile, count, row, i);
+    }
+};

@@ -50,14 +50,16 @@ def shown(error: BaseException) -> str:
 class ActorCrashed(KernelError):
     """An actor's constructor, hook or handler raised, or the process it lived in died.
 
-    `message_type` is the name of the message's type, "construction", "started", "stopped", or "" for a death.
+    `message_type` is the name of the message's type, "construction", "started", "stopped", or "" for a death;
+    `message` the one that was being handled, where there was one and it is known.
     """
 
-    def __init__(self, actor: str, message_type: str, error: BaseException) -> None:
+    def __init__(self, actor: str, message_type: str, error: BaseException, message: object = None) -> None:
         happened = f"crashed on {message_type}: {shown(error)}" if message_type else f"died: {error}"
         super().__init__(f"actor {actor!r} {happened}")
         self.actor = actor
         self.message_type = message_type
+        self.message = message
         self.__cause__ = error
 
     def __reduce__(self) -> tuple[type["ActorCrashed"], tuple[str, str, BaseException | None]]:

@@ -96,9 +96,24 @@ class Journal:
             self._schedule()
 
     @property
+    def size_bytes(self) -> int:
+        """Of the file, with what waits to be written."""
+        return self._size
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is recorded any more."""
+        return self._file is None
+
+    @property
     def buffered_bytes(self) -> int:
         """What a kill would lose now."""
         return len(self._buffer)
+
+    def flush(self) -> None:
+        """Write what waits for the end of this turn."""
+        if self._buffer:
+            self._write()
 
     def close(self) -> None:
         """Write what is left, and that the recording ended in order. Harmless when done twice."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Never, Protocol, TypeVar
 
 from cuelight.kernel.actor import Part, Role
@@ -33,6 +33,7 @@ class Told:
     handling: object
     kind: Name
     body: bytes | None
+    may_be_lost: bool = False
 
 
 class Ways:
@@ -71,9 +72,17 @@ class Ways:
         """This life crashed at `index`: what is told there now need not have been told when it was recorded."""
         self._broken_off[life] = index
 
-    def is_broken_off(self, told: Told) -> bool:
+    def died(self, receiver: str) -> None:
+        """Its process was killed, with what had been handed over to it."""
+        for (actor, _, _), way in self._queues.items():
+            if actor == receiver:
+                lost = [replace(told, may_be_lost=True) for told in way]
+                way.clear()
+                way.extend(lost)
+
+    def may_be_missing(self, told: Told) -> bool:
         """Whether it may be missing in the recording."""
-        return told.index >= self._broken_off.get(told.life, told.index + 1)
+        return told.may_be_lost or told.index >= self._broken_off.get(told.life, told.index + 1)
 
 
 class Finder(Protocol):

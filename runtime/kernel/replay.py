@@ -106,6 +106,8 @@ class _Rehearsal:
                 case Ended(actor=actor):
                     if actor == self._name:
                         self._end(record)
+                    elif " died: " in record.error:
+                        self._ways.died(actor)
         if not self._lives:
             raise JournalError(f"{journal.path} knows no actor {self._name!r}")
         if self._raised is not None and not self._is_over:
@@ -189,7 +191,7 @@ class _Rehearsal:
             if self._is_same(told, record):
                 self._compared += 1
                 return
-            if not self._ways.is_broken_off(told):
+            if not self._ways.may_be_missing(told):
                 got = self._shown(told.kind, told.body)
                 self._differ(told.index, told.handling, record.actor, self._expected(record), got)
                 return

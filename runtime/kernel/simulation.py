@@ -54,6 +54,7 @@ class Simulation(Stage):
         tap: sees every life and every delivery. What it raises comes out of `run`.
         faults: what may go wrong beside what the actors do wrong.
         record: whether to keep `history`.
+        on_crash: told of every crash, before anything follows from it.
 
     Raises:
         ActorCrashed: a constructor raised.
@@ -70,8 +71,10 @@ class Simulation(Stage):
         tap: Tap | None = None,
         faults: Faults = NO_FAULTS,
         record: bool = True,
+        on_crash: Callable[[ActorCrashed], None] | None = None,
     ) -> None:
         super().__init__(cast, random.Random(seed), None)
+        self.on_crash = on_crash or (lambda _: None)
         self.clock = VirtualClock()
         self._striker = Striker(faults, self._chance)
         self._delay_seconds_max = faults.delay_seconds_max
@@ -202,7 +205,11 @@ class Simulation(Stage):
     def _deliver(self, seat: Seat, actor: Actor[object]) -> None:
         message = self._take(seat)
         handle = partial(self._striker.handle, seat, partial(actor.handle, message))
-        self._act(seat, self.clock.now(), handle, type(message).__qualname__)
+        try:
+            self._act(seat, self.clock.now(), handle, type(message).__qualname__)
+        except ActorCrashed as crash:
+            crash.message = message
+            raise
 
     def _take(self, seat: Seat) -> object:
         _, sender, message = seat.mailbox.take()

@@ -132,6 +132,8 @@ class Stage(ABC):
 
     clock: Clock
     slow_handler_seconds: float
+    on_crash: Callable[[ActorCrashed], object]
+    """Told of every crash, before anything follows from it."""
     interrupts: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit)
     """The whole program is to end. Whatever else an actor raises is its crash."""
 
@@ -285,6 +287,7 @@ class Stage(ABC):
             self.tap(Ended(now if life.ended_seconds is None else life.ended_seconds, seat.name, seat.lives, error))
         if crash is not None:
             self._report_crash(crash)
+            self.on_crash(crash)
             if seat.restart is None:
                 self._judge(seat, crash, now)
         seat.is_over = seat.restart is None

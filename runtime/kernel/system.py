@@ -33,6 +33,7 @@ class System(Stage):
         cast: the parts, sinks first.
         clock, chance: what the actors see as time and randomness; by default the loop's clock and a fresh generator.
         tap: sees every life and every delivery. What it raises is logged, and ends the tapping.
+        on_crash: told of every crash, before anything follows from it. Must not raise.
         on_failure: told once when an actor has crashed beyond what its fate provides for; every actor is stopped then.
         on_end: called once when the actors have ended: stopped, crashed, or cancelled by a host that ends all tasks.
         slow_handler_seconds: a handler that takes longer is logged as `slow_handler`, with actor, message and time.
@@ -45,11 +46,13 @@ class System(Stage):
         clock: Clock | None = None,
         chance: random.Random | None = None,
         tap: Tap | None = None,
+        on_crash: Callable[[ActorCrashed], None] | None = None,
         on_failure: Callable[[ActorCrashed], None] | None = None,
         on_end: Callable[[], None] | None = None,
         slow_handler_seconds: float = 0.1,
     ) -> None:
         super().__init__(cast, chance, tap)
+        self.on_crash = on_crash or (lambda _: None)
         self._own_clock = clock
         self._on_failure = on_failure or (lambda _: None)
         self._on_end = on_end or (lambda: None)
@@ -180,6 +183,7 @@ class System(Stage):
             self._give_up(seat)  # not our doing, and the others cannot go on without this one
             raise
         self._end(seat, crash)
+        crash = None  # whose traceback holds this frame, and what the life that is over has held
 
     async def _perform(self, seat: Seat, life: Life) -> None:
         """Deliver messages until the mailbox is closed and empty, or the seat is to be left. Raises ActorCrashed."""
@@ -206,7 +210,7 @@ class System(Stage):
             except self.interrupts:
                 raise
             except BaseException as error:
-                raise ActorCrashed(seat.name, type(message).__qualname__, error) from error
+                raise ActorCrashed(seat.name, type(message).__qualname__, error, message) from error
             finally:
                 moment.acting = ""
             message = None  # an idle actor keeps nothing alive

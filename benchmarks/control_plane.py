@@ -37,6 +37,32 @@ class Sink(Actor[object]):
         """Do nothing."""
 
 
+class Blank(Actor[intake.IntakeMessage]):
+    """An intake that remembers nothing, which is all that the first scheduler asks of it."""
+
+    def __init__(self, to_scheduler: Address[scheduler.Remembered]) -> None:
+        self._scheduler = to_scheduler
+
+    def handle(self, message: intake.IntakeMessage) -> None:
+        """Answer a scheduler that begins."""
+        if isinstance(message, intake.SchedulerStarted):
+            self._scheduler.tell(scheduler.Remembered(message.life, None, (), (), ()))
+
+
+class Confirming(Actor[detokenizer.DetokenizerMessage]):
+    """Confirms every end that the actor within has heard of, as a detokenizer does."""
+
+    def __init__(self, inner: Actor[detokenizer.DetokenizerMessage], to_scheduler: Address[scheduler.Closed]) -> None:
+        self._inner = inner
+        self._scheduler = to_scheduler
+
+    def handle(self, message: detokenizer.DetokenizerMessage) -> None:
+        """Pass it on."""
+        self._inner.handle(message)
+        if isinstance(message, detokenizer.RequestEnded):
+            self._scheduler.tell(scheduler.Closed((message.request_id,)))
+
+
 class Rows:
     """What an executor keeps of its rows where there is no model: how many tokens each has yet to compute."""
 
@@ -68,7 +94,7 @@ class ControlPlane:
     @property
     def scheduler(self) -> Role[SchedulerInbox]:
         """To whom requests are told, after `ExecutorReady`."""
-        urgent = (scheduler.Admit, scheduler.Abort)
+        urgent = (scheduler.Admit, scheduler.Abort, scheduler.Remembered)
         return Role("scheduler", scheduler.SchedulerMessage, self.capacity, urgent)
 
     def cast(
@@ -95,8 +121,8 @@ class ControlPlane:
             return wrap(Scheduler(context, self.limits, frozenset(), neighbours, self.policy), "scheduler")
 
         return [
-            Part(to_detokenizer, lambda _: detokenizer_stand_in),
-            Part(to_intake, lambda _: Sink()),
+            Part(to_detokenizer, lambda context: Confirming(detokenizer_stand_in, context.find(self.scheduler))),
+            Part(to_intake, lambda context: Blank(context.find(self.scheduler))),
             Part(to_executor, build_executor),
             Part(to_cache, lambda _: wrap(CacheManager(self.observer, self.watermark_fraction), "cache")),
             Part(self.scheduler, build_scheduler),

@@ -123,6 +123,8 @@ class Echo(Actor[executor.ExecutorMessage]):
         self.is_done = asyncio.Event()
 
     def handle(self, message: executor.ExecutorMessage) -> None:
+        if isinstance(message, executor.Report):
+            return  # whoever drives the trial says when it is ready
         begin = time.perf_counter()
         sampling = self._rows.compute(message)
         decodes = len(sampling) == len(message.chunks) == RUNNING and not message.rows

@@ -43,12 +43,13 @@ class Filled(msgspec.Struct, frozen=True):
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
-    """Hold blocks for one step. Answered once: `Granted`.
+    """Hold blocks for one step. Answered once: `Granted`, with the same `round`; not at all before the first `Reset`.
 
     Handled in this order: `filled`, then `growths`, each granted whole or refused, then, unless one was, `admissions`
     in order, until one is refused or the admitted requests' uncached tokens reach `token_budget`.
     """
 
+    round: int
     filled: tuple[Filled, ...]
     growths: tuple[Growth, ...]
     admissions: tuple[Admission, ...]

@@ -8,7 +8,7 @@ import msgspec
 
 from cuelight.messages.address import Address
 from cuelight.messages.request import BlockCopies, RequestId, Sampling
-from cuelight.messages.scheduler import StepDone, StepFailed
+from cuelight.messages.scheduler import ExecutorFailed, ExecutorLoading, ExecutorReady, StepDone, StepFailed
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -44,11 +44,12 @@ class ExecuteStep(msgspec.Struct, frozen=True, tag=True):
 
     Applied in this order: `copies` are made, one after the other; `ended` rows go, `rows` come, `extensions` grow,
     `chunks` run, decodes first. A row whose last token was sampled by the step before takes it from the device. A new
-    `epoch` starts with no rows at all.
+    `epoch` starts with no rows at all. A step meant for another `life` of the executor is neither run nor answered.
     """
 
     epoch: int
     step: int
+    life: int
     ended: tuple[RequestId, ...]
     rows: tuple[Row, ...]
     extensions: tuple[Extension, ...]
@@ -57,4 +58,10 @@ class ExecuteStep(msgspec.Struct, frozen=True, tag=True):
     copies: tuple[BlockCopies, ...] = ()
 
 
-ExecutorMessage: TypeAlias = ExecuteStep
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """How is the executor? Answered once: `ExecutorLoading`, `ExecutorReady` or `ExecutorFailed`."""
+
+    reply_to: Address[ExecutorLoading | ExecutorReady | ExecutorFailed]
+
+
+ExecutorMessage: TypeAlias = ExecuteStep | Report

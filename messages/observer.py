@@ -8,15 +8,65 @@ import msgspec
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Intake admits requests of up to `token_capacity` tokens from now on."""
+    """Intake admits requests of up to `token_capacity` tokens from now on. Told once in each life of intake.
+
+    A new intake knows of no request: clients send again whatever has not ended.
+    """
 
     token_capacity: int
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """The executor has come to this phase of its start."""
+
+    phase: str
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
     """The executor could not load the model; the engine cannot start."""
 
     error: str
+
+
+class Recovering(msgspec.Struct, frozen=True, tag=True):
+    """The executor, the cache manager or the scheduler was lost, and with it what is in the blocks; requests wait until
+    it is computed again.
+    """
+
+    reason: str
+
+
+class Recovered(msgspec.Struct, frozen=True, tag=True):
+    """The first step since is done, or there is nothing to compute. Seconds from the loss to a new executor, that it
+    took to load, and to that step.
+    """
+
+    start_seconds: float
+    load_seconds: float
+    recompute_seconds: float
+
+
+class GaveUp(msgspec.Struct, frozen=True, tag=True):
+    """The executor has died too often without computing anything in between: nobody is served any more."""
+
+    reason: str
+
+
+class Switched(msgspec.Struct, frozen=True, tag=True):
+    """The executor of this role has taken over; the one before has nothing more to do."""
+
+    executor: str
+
+
+class SwitchFailed(msgspec.Struct, frozen=True, tag=True):
+    """The executor of this role will not take over, and is needed no longer; the one before serves on.
+
+    `is_mismatch`: a request that lives does not fit its model.
+    """
+
+    executor: str
+    reason: str
+    is_mismatch: bool = False
 
 
 class RequestFigures(msgspec.Struct, frozen=True, tag=True):
@@ -57,4 +107,6 @@ class BlockFigures(msgspec.Struct, frozen=True, tag=True):
     blocks_forked: int = 0
 
 
-ObserverMessage: TypeAlias = Ready | LoadFailed | RequestFigures | BlockFigures
+ObserverMessage: TypeAlias = (
+    Ready | Loading | LoadFailed | Recovering | Recovered | GaveUp | RequestFigures | BlockFigures
+)

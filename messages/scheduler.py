@@ -7,11 +7,14 @@ from typing import TypeAlias
 import msgspec
 
 from cuelight.messages.address import Address
+from cuelight.messages.observer import Switched, SwitchFailed
 from cuelight.messages.request import BlockCopies, HostTier, RequestId, Sampling, Service
 
 
 class Admit(msgspec.Struct, frozen=True, tag=True):
     """A validated request joins the queue. `sampling.seed` is set; prompt and output together fit `token_limit`.
+
+    Harmless where the request is known already. One that goes on from an earlier time has had `output` tokens so far.
 
     `submitted_at` is when intake heard of it, in seconds of the system's clock; its deadlines count from there. It has
     the prompt of the request `like`, another sample of which it is to draw.
@@ -24,12 +27,20 @@ class Admit(msgspec.Struct, frozen=True, tag=True):
     service: Service
     submitted_at: float
     like: RequestId | None = None
+    output: tuple[int, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """End a request whose client has left, in whatever state it is. Idempotent; unknown ids are ignored."""
 
     request_id: RequestId
+
+
+class Condemn(msgspec.Struct, frozen=True, tag=True):
+    """End a request that has brought an actor down, for this reason. Idempotent; unknown ids are ignored."""
+
+    request_id: RequestId
+    error: str
 
 
 class SetPolicy(msgspec.Struct, frozen=True, tag=True):
@@ -84,9 +95,10 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
 
     A refused request is one that this pool could not serve now; admissions behind a refusal were not tried. A deferred
     one shares a prefix that a running request is computing, and had better wait for that. The next step makes `copies`
-    first, in order.
+    first, in order. `round` is the question's.
     """
 
+    round: int
     grants: tuple[Grant, ...]
     refused: tuple[RequestId, ...]
     deferred: tuple[RequestId, ...] = ()
@@ -125,14 +137,109 @@ class StopMatched(msgspec.Struct, frozen=True, tag=True):
     output_tokens: int
 
 
+class ExecutorLoading(msgspec.Struct, frozen=True, tag=True):
+    """The executor of this role has come to this phase of its start (`phase` is for people)."""
+
+    phase: str
+    executor: str = ""
+
+
 class ExecutorReady(msgspec.Struct, frozen=True, tag=True):
-    """Weights are loaded and the KV pool is allocated: `block_count` blocks of `block_size` tokens."""
+    """Weights are loaded and the KV pool is allocated: `block_count` blocks of `block_size` tokens.
+
+    `life` tells this executor from those before it, whose blocks and steps are gone with them. `seconds` it took.
+    `executor` is its role.
+    """
 
     block_count: int
     block_size: int
     host: HostTier = HostTier()
+    life: int = 0
+    seconds: float = 0.0
+    executor: str = ""
+
+
+class ExecutorFailed(msgspec.Struct, frozen=True, tag=True):
+    """The executor of this role cannot load the model."""
+
+    error: str
+    executor: str = ""
+
+
+class Switch(msgspec.Struct, frozen=True, tag=True):
+    """Another executor, of this role, is loading `model` and is to take over. Answered: `Switched` or `SwitchFailed`.
+
+    With `recompute`, it does so as soon as it is ready, and computes again what runs. Otherwise what runs then ends on
+    the executor before, and whoever comes waits for this one. A request may hold `context_length` tokens there.
+    Harmless where it was told already.
+    """
+
+    executor: str
+    model: str
+    recompute: bool
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    reply_to: Address[Switched | SwitchFailed]
+
+
+class CallOff(msgspec.Struct, frozen=True, tag=True):
+    """The executor of this role is not to take over any more: `SwitchFailed`. Harmless where it has, or will not."""
+
+    executor: str
+
+
+class IntakeStarted(msgspec.Struct, frozen=True, tag=True):
+    """Intake is new. Answered with `Serving`, now or once the executor is ready; and with `SchedulerStarted` by a
+    scheduler that has not heard `Remembered`.
+    """
+
+
+class Recall(msgspec.Struct, frozen=True, tag=True):
+    """The detokenizer is new. Answered once, to it: `Histories`, of all whose end it has not confirmed."""
+
+
+class Closed(msgspec.Struct, frozen=True, tag=True):
+    """The detokenizer has ended these requests' streams: nobody listens, and nobody needs their histories any more.
+
+    Where it had no stream to end, `is_ended` is false: then one that lives goes on, and may find a listener yet.
+    """
+
+    request_ids: tuple[RequestId, ...]
+    is_ended: bool = True
+
+
+class Remembered(msgspec.Struct, frozen=True, tag=True):
+    """The ledger and the streams, from which a new scheduler begins: all that was admitted and has not finished.
+
+    `histories` are the output tokens that streams have been given, by request. Where intake `has_served`, another
+    scheduler was there before.
+    """
+
+    life: int
+    policy: SetPolicy | None
+    admitted: tuple[Admit, ...]
+    aborted: tuple[RequestId, ...]
+    histories: tuple[tuple[RequestId, tuple[int, ...]], ...]
+    has_served: bool = False
 
 
 SchedulerMessage: TypeAlias = (
-    Admit | Abort | SetPolicy | Explain | Granted | StepDone | StepFailed | StopMatched | ExecutorReady
+    Admit
+    | Abort
+    | Condemn
+    | SetPolicy
+    | Explain
+    | Granted
+    | StepDone
+    | StepFailed
+    | StopMatched
+    | Closed
+    | ExecutorLoading
+    | ExecutorReady
+    | ExecutorFailed
+    | IntakeStarted
+    | Recall
+    | Remembered
+    | Switch
+    | CallOff
 )

@@ -12,16 +12,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cuelight.board import EngineStats
     from cuelight.client import Result, Stream
     from cuelight.conversation import Chat
-    from cuelight.engine import Engine, EngineStats
+    from cuelight.engine import Engine
     from cuelight.errors import EngineError
+    from cuelight.health import Health
     from cuelight.messages.client import Chunk
     from cuelight.store import model_path
 
 __version__ = "0.1.0"
 
-__all__ = ["Chat", "Chunk", "Engine", "EngineError", "EngineStats", "Result", "Stream", "model_path"]
+__all__ = ["Chat", "Chunk", "Engine", "EngineError", "EngineStats", "Health", "Result", "Stream", "model_path"]
 
 # Every import below this package runs this file first, so nothing is loaded before it is asked for.
 _HOMES = {
@@ -29,7 +31,8 @@ _HOMES = {
     "Chunk": "cuelight.messages.client",
     "Engine": "cuelight.engine",
     "EngineError": "cuelight.errors",
-    "EngineStats": "cuelight.engine",
+    "EngineStats": "cuelight.board",
+    "Health": "cuelight.health",
     "Result": "cuelight.client",
     "Stream": "cuelight.client",
     "model_path": "cuelight.store",

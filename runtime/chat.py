@@ -1,23 +1,26 @@
 """The terminal chat: questions are read on the main thread, answers stream from an event loop on another one.
 
-So waiting for the keyboard never holds up the loop, and line editing and Ctrl-C behave as in any terminal program.
-Knows nothing of how answers are made, only that a conversation can `say`.
+So waiting for the keyboard never holds up the loop, line editing and Ctrl-C behave as in any terminal program, and one
+that is told to terminate finishes its answer. Knows nothing of how answers are made: a conversation can `say`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import signal
 import sys
-from collections.abc import AsyncIterable, Callable
+import threading
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, contextmanager
+from types import FrameType
 from typing import Protocol, TypeVar
 
 from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from cuelight.errors import RequestFailed, RequestRejected
+from cuelight.errors import EngineUnavailable, RequestFailed, RequestRejected
 
 E = TypeVar("E")
 
@@ -39,55 +42,98 @@ class Conversation(Protocol):
     def say(self, text: str, /) -> AsyncIterable[Piece]: ...
 
 
+class Terminated(BaseException):
+    """The program was told to terminate a second time, or while nothing was being answered."""
+
+
 def converse(
-    opening: AbstractAsyncContextManager[E], new_chat: Callable[[E], Conversation], question: str | None
+    opening: AbstractAsyncContextManager[E],
+    new_chat: Callable[[E], Conversation],
+    drain: Callable[[E], Awaitable[object]],
+    question: str | None,
 ) -> None:
     """Open the engine, answer `question` on stdout, or every line typed where it is None, and close the engine.
 
-    Raises `EngineError`, `KeyboardInterrupt` and `BrokenPipeError`, each once the engine is closed.
+    SIGTERM drains: the answer that is streaming is finished, as far as `drain` lets it, and no other is begun.
+
+    Raises `EngineError`, `KeyboardInterrupt`, `BrokenPipeError` and, at a second SIGTERM, `Terminated`, each once the
+    engine is closed.
     """
     options = {"use_uvloop": importlib.util.find_spec("uvloop") is not None}
     with (
         start_blocking_portal("asyncio", options) as portal,
         portal.wrap_async_context_manager(opening) as engine,
     ):
-        terminal = Terminal(portal, lambda: new_chat(engine))
-        if question is None:
-            terminal.loop()
-        else:
-            terminal.answer(question)
+        terminal = Terminal(portal, lambda: new_chat(engine), lambda: drain(engine))
+        with terminal.told_to_terminate():
+            if question is None:
+                terminal.loop()
+            else:
+                terminal.answer(question)
 
 
 class Terminal:
     """One conversation at a time on stdin and stdout."""
 
-    def __init__(self, portal: BlockingPortal, new_chat: Callable[[], Conversation]) -> None:
+    def __init__(
+        self,
+        portal: BlockingPortal,
+        new_chat: Callable[[], Conversation],
+        drain: Callable[[], Awaitable[object]],
+    ) -> None:
         self._portal = portal
         self._new_chat = new_chat
+        self._drain = drain
         self._chat = portal.call(new_chat)
+        self._is_answering = False
+        self._is_leaving = False
+        self._draining: Future[object] | None = None
+
+    @contextmanager
+    def told_to_terminate(self) -> Iterator[None]:
+        """Meanwhile SIGTERM ends the conversation once the present answer is finished; a second one ends that too."""
+        if threading.current_thread() is not threading.main_thread():  # signals are none of its business
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, self._terminate)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _terminate(self, _signal: int, _frame: FrameType | None) -> None:
+        """On the main thread, in the middle of anything."""
+        if self._is_leaving or not self._is_answering:
+            self._is_leaving = True
+            raise Terminated
+        self._is_leaving = True
 
     def answer(self, question: str) -> None:
-        """Stream one answer. Ctrl-C cancels it and is raised once the request has really ended."""
+        """Stream one answer. Ctrl-C, or `Terminated`, cancels it and is raised once the request has really ended."""
         scope = self._portal.call(CancelScope)
         future: Future[None] | None = None
         try:
+            self._is_answering = True
             future = self._portal.start_task_soon(self._stream, question, scope)
             # In slices: a signal that comes just before the wait begins is seen only when the wait ends.
             while wait([future], timeout=WAIT_SECONDS).not_done:
-                pass
+                if self._is_leaving and self._draining is None:
+                    self._draining = self._portal.start_task_soon(self._drain)
             future.result()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Terminated):
             self._portal.call(scope.cancel)
             if future is not None:
                 future.result()
             raise
+        finally:
+            self._is_answering = False
 
     def loop(self) -> None:
         """Answer each line until the end of input or `/exit`. Ctrl-C ends an answer, but at the prompt the loop."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # importing it gives `input` line editing and history
         sys.stderr.write(f"{HELP}\n")
-        while (line := _read_line()) not in (None, "/exit"):
+        while not self._is_leaving and (line := self._read_line()) not in (None, "/exit"):
             if line == "/new":
                 self._chat = self._portal.call(self._new_chat)
                 sys.stderr.write("A new conversation.\n")
@@ -98,6 +144,10 @@ class Terminal:
         try:
             self.answer(line)
         except KeyboardInterrupt:
+            sys.stdout.write("\n")
+        except EngineUnavailable:
+            if not self._is_leaving:  # else the answer has taken too long for the drain
+                raise
             sys.stdout.write("\n")
         except (RequestRejected, RequestFailed) as error:
             sys.stderr.write(f"cuelight: {error}\n")
@@ -110,11 +160,11 @@ class Terminal:
             sys.stdout.write("\n")
             sys.stdout.flush()
 
-
-def _read_line() -> str | None:
-    """The next line without its blanks; None at the end of input."""
-    try:
-        return input("you> ").strip()
-    except EOFError:
-        sys.stdout.write("\n")
-        return None
+    @staticmethod
+    def _read_line() -> str | None:
+        """The next line without its blanks; None at the end of input, and where there is to be no other answer."""
+        try:
+            return input("you> ").strip()
+        except (EOFError, Terminated):
+            sys.stdout.write("\n")
+            return None

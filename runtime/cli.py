@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from cuelight.drain import check_timeout
 from cuelight.errors import EmptyPrompt, EngineError
 from cuelight.store import DEFAULT_MODEL, model_path, pull
 
@@ -48,6 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--max-tokens", type=int, default=512, help="length of an answer (default: %(default)s)")
     chat.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     chat.add_argument("--seed", type=int, help="makes sampled answers repeatable")
+    chat.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30.0,
+        help="so long an answer may go on after SIGTERM; a second one ends it at once (default: %(default)s)",
+    )
     chat.add_argument("prompt", nargs="?", help="answer this once and exit")
     chat.set_defaults(run=_chat)
 
@@ -87,10 +94,11 @@ def _pull(arguments: argparse.Namespace) -> int:
 
 def _chat(arguments: argparse.Namespace) -> int:
     """Answer PROMPT, or standard input where that is not a terminal, and exit; otherwise talk turn by turn."""
+    check_timeout(arguments.drain_seconds)
     question = _question(arguments.prompt)
     folder = model_path(arguments.model, progress=True)
 
-    from cuelight.chat import Conversation, converse
+    from cuelight.chat import Conversation, Terminated, converse
     from cuelight.engine import Engine
 
     def new_chat(engine: Engine) -> Conversation:
@@ -101,7 +109,10 @@ def _chat(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
         )
 
-    converse(Engine(folder), new_chat, question)
+    try:
+        converse(Engine(folder), new_chat, lambda engine: engine.drain(arguments.drain_seconds), question)
+    except Terminated:
+        return 143
     return 0
 
 

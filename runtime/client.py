@@ -53,8 +53,16 @@ class Result:
 class Inbox:
     """What the actors know of a stream: an address that gathers its output. Holds no reference to the stream."""
 
-    def __init__(self, request_id: RequestId, now: Callable[[], float], on_end: Callable[[Inbox], None]) -> None:
+    def __init__(
+        self,
+        request_id: RequestId,
+        now: Callable[[], float],
+        on_end: Callable[[Inbox], None],
+        before_read: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`before_read` is called before any of what has come is given to the client."""
         self.request_id = request_id
+        self.before_read = before_read
         self.texts: list[str] = []
         self.token_ids: list[int] = []
         self.end: End | None = None
@@ -62,6 +70,8 @@ class Inbox:
         self.first_token_at: float | None = None
         self.ended_at: float | None = None
         self.cancelled = False
+        self.is_accepted = False
+        self._is_flushed = False
         self._now = now
         self._on_end = on_end
         self.submitted_at = now()
@@ -69,18 +79,13 @@ class Inbox:
 
     def tell(self, message: ClientMessage, /) -> None:
         """Hear from intake or the detokenizer."""
+        if self.ended_at is not None:
+            return
         match message:
             case Chunk():
-                if self.cancelled:
-                    return
-                if self.first_token_at is None:
-                    self.first_token_at = self._now()
-                assert message.position == len(self.token_ids), "a stream neither repeats nor skips a token"
-                self.texts.append(message.text)
-                self.token_ids.extend(message.token_ids)
-                self._wake()
+                self._take(message)
             case Accepted():
-                pass
+                self.is_accepted = True
             case End():
                 if message.reason is FinishReason.FAILED:
                     self.error = errors.RequestFailed(message.error)
@@ -88,6 +93,8 @@ class Inbox:
                     self.error = errors.DeadlineExceeded(message.error)
                 self.end = message
                 self._finish()
+            case Rejected(refusal=Refusal.QUEUE_FULL) if self.is_accepted:
+                pass  # a copy that was sent before it was accepted; a later one says that it was
             case Rejected():
                 self.error = REFUSALS[message.refusal](message.reason)
                 if isinstance(self.error, errors.QueueFull):
@@ -95,6 +102,18 @@ class Inbox:
                 self._finish()
             case _:
                 assert_never(message)
+
+    def _take(self, chunk: Chunk) -> None:
+        """New output. A new detokenizer tells again what the one before told: the same tokens, with the same text."""
+        if self.cancelled or chunk.position < len(self.token_ids) or (not chunk.token_ids and self._is_flushed):
+            return
+        assert chunk.position == len(self.token_ids), "a stream does not skip a token"
+        if self.first_token_at is None:
+            self.first_token_at = self._now()
+        self._is_flushed = not chunk.token_ids  # the text that was held back, which comes last
+        self.texts.append(chunk.text)
+        self.token_ids.extend(chunk.token_ids)
+        self._wake()
 
     @property
     def over(self) -> bool:
@@ -159,8 +178,9 @@ class Stream:
     and by `result()`: RequestRejected, RequestFailed or EngineUnavailable.
     """
 
-    def __init__(self, lease: _Lease) -> None:
+    def __init__(self, lease: _Lease, position: int = 0) -> None:
         self._lease = lease
+        self._position = position
         self._reader: _Reader | None = None
 
     @property
@@ -175,11 +195,11 @@ class Stream:
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         # Only the loop holds the reader, so leaving the loop drops it, even while the stream itself lives on.
-        return _Reader(self._lease)
+        return _Reader(self._lease, self._position)
 
     async def __anext__(self) -> Chunk:
         if self._reader is None:
-            self._reader = _Reader(self._lease)
+            self._reader = _Reader(self._lease, self._position)
         return await self._reader.__anext__()
 
     async def result(self) -> Result:
@@ -191,6 +211,7 @@ class Stream:
         except asyncio.CancelledError:
             self._lease.cancel()
             raise
+        inbox.before_read()
         if inbox.error is not None:
             raise inbox.error
         assert inbox.end is not None, "a stream without error has an end"
@@ -210,10 +231,10 @@ class Stream:
 class _Reader:
     """The position of one iteration. Dropping it before the end cancels the request."""
 
-    def __init__(self, lease: _Lease) -> None:
+    def __init__(self, lease: _Lease, position: int) -> None:
         self._lease = lease
-        self._texts_read = 0
-        self._tokens_read = 0
+        self._texts_read = position  # each token comes with a text of its own
+        self._tokens_read = position
 
     def __aiter__(self) -> Self:
         return self
@@ -221,7 +242,7 @@ class _Reader:
     async def __anext__(self) -> Chunk:
         inbox = self._lease.inbox
         try:
-            while self._texts_read == len(inbox.texts):
+            while self._texts_read >= len(inbox.texts):
                 if inbox.error is not None:
                     raise inbox.error
                 if inbox.over:
@@ -234,6 +255,7 @@ class _Reader:
 
     def _take(self, inbox: Inbox) -> Chunk:
         """Everything that has come since the last chunk, as one."""
+        inbox.before_read()
         text = "".join(inbox.texts[self._texts_read :])
         chunk = Chunk(inbox.request_id, self._tokens_read, tuple(inbox.token_ids[self._tokens_read :]), text)
         self._texts_read = len(inbox.texts)
@@ -258,6 +280,14 @@ def _result(inbox: Inbox, end: End) -> Result:
     )
 
 
-def open_stream(inbox: Inbox, cancel: Callable[[RequestId], None], cancel_later: Callable[[RequestId], None]) -> Stream:
-    """A stream over `inbox`. `cancel_later` may be called from any thread, at any moment."""
-    return Stream(_Lease(inbox, cancel, cancel_later))
+def open_stream(
+    inbox: Inbox,
+    cancel: Callable[[RequestId], None],
+    cancel_later: Callable[[RequestId], None],
+    position: int = 0,
+) -> Stream:
+    """A stream over `inbox`, read from the output token at `position` on.
+
+    `cancel_later` may be called from any thread, at any moment.
+    """
+    return Stream(_Lease(inbox, cancel, cancel_later), position)

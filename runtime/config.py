@@ -18,7 +18,7 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "decoder": ("auto", "native", "transformers"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "int8"),
     "attention": ("auto", "reference", "cpu", "triton", "flash"),
-    "executor": ("thread",),
+    "executor": ("auto", "thread", "process"),
 }
 WEIGHT_MIN = 1e-6
 WEIGHT_MAX = 1e6
@@ -38,7 +38,8 @@ class EngineConfig:
         decoder: "native" (Llama-like models on the CPU), "transformers" (any), or "auto".
         attention: of the transformers decoder: "reference" (plain torch), "cpu" (native code), "triton" or "flash" (on
             CUDA), or "auto".
-        executor: where the device work runs: "thread".
+        executor: where the device work runs: "thread" (of this process), "process" (a child of its own, whose death
+            costs a pause and no request), or "auto" (a process on CUDA, threads on the CPU).
         device: "cpu", "cuda", "cuda:1", or "auto" (CUDA where there is one).
         token_budget: tokens computed in one step, at most: running requests wait for the prompts beside them that long.
             On a CPU larger steps gain next to nothing; a GPU wants some thousands.
@@ -60,6 +61,9 @@ class EngineConfig:
         watermark_fraction: of the blocks, kept free for running requests when a new one is admitted.
         context_length: tokens a request may hold, prompt and output; None is the model's own limit.
         steps_in_flight: steps handed to the executor before the first one's result is read.
+        restarts_max: deaths of the executor in a row, with no step computed in between, before the engine gives up.
+        step_timeout_seconds: an executor in a process that has not answered a step for so long is killed, and another
+            one started; None learns it from how long recent steps took.
         long_prefill_tokens: of one prompt in one step while others could use the budget; None is a quarter of that.
         policy: whom to serve next: "fcfs", "priority", "deadline", or "fair" between tenants by tokens served.
         aging_seconds: under "priority", waiting so long is worth one level.
@@ -68,6 +72,9 @@ class EngineConfig:
         seed: of the engine's own chance, from which requests without a seed get theirs; None is different each time.
         journal: a file that records all that the actors are told, prompts and outputs too, for `cuelight replay`; an
             older journal there is overwritten, anything else is not. None records nothing.
+        resume: whether to go on with what the journal of an earlier process had not finished: see `Engine.resume`. The
+            journal then keeps what has not ended, and of the rest only the last 64 MiB or so.
+        resume_seconds: requests of an earlier process that nobody has picked up by then are cancelled.
     """
 
     dtype: str = "auto"
@@ -75,7 +82,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     decoder: str = "auto"
     attention: str = "auto"
-    executor: str = "thread"
+    executor: str = "auto"
     device: str = "auto"
     token_budget: int = 256
     running_max: int = 64
@@ -90,6 +97,8 @@ class EngineConfig:
     watermark_fraction: float = 0.01
     context_length: int | None = None
     steps_in_flight: int = 2
+    restarts_max: int = 8
+    step_timeout_seconds: float | None = None
     long_prefill_tokens: int | None = None
     policy: str = "fcfs"
     aging_seconds: float = 10.0
@@ -97,6 +106,8 @@ class EngineConfig:
     isolate_tenants: bool = False
     seed: int | None = None
     journal: str | os.PathLike[str] | None = None
+    resume: bool = False
+    resume_seconds: float = 60.0
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> EngineConfig:
@@ -120,6 +131,7 @@ class EngineConfig:
             raise ConfigError(f"device must be a name such as 'cpu' or 'cuda', not {self.device!r}")
         if not isinstance(self.journal, str | os.PathLike | None):
             raise ConfigError(f"journal must be the path of a file, not {self.journal!r}")
+        self._check_resume()
         check_policy(self.policy, self.aging_seconds, self.tenant_weights)
         if not isinstance(self.isolate_tenants, bool):
             raise ConfigError(f"isolate_tenants must be True or False, not {self.isolate_tenants!r}")
@@ -129,6 +141,9 @@ class EngineConfig:
             _check_count("long_prefill_tokens", self.long_prefill_tokens, at_least=1)
         if self.seed is not None:
             _check_count("seed", self.seed, at_least=0)
+        _check_count("restarts_max", self.restarts_max, at_least=0)
+        if self.step_timeout_seconds is not None and not is_positive(self.step_timeout_seconds):
+            raise ConfigError(f"step_timeout_seconds must be a number above 0, not {self.step_timeout_seconds!r}")
         for name in ("token_budget", "running_max", "queue_limit", "block_size", "steps_in_flight"):
             _check_count(name, getattr(self, name), at_least=1)
         self._check_memory()
@@ -137,9 +152,17 @@ class EngineConfig:
         if not isinstance(self.watermark_fraction, int | float) or not 0 <= self.watermark_fraction < 1:
             raise ConfigError(f"watermark_fraction must be in [0, 1), not {self.watermark_fraction!r}")
 
+    def _check_resume(self) -> None:
+        if not isinstance(self.resume, bool):
+            raise ConfigError(f"resume must be True or False, not {self.resume!r}")
+        if self.resume and self.journal is None:
+            raise ConfigError("resume needs the journal to go on from: give journal=..., too")
+        if not is_positive(self.resume_seconds):
+            raise ConfigError(f"resume_seconds must be a number above 0, not {self.resume_seconds!r}")
+
     def _check_memory(self) -> None:
         fraction: object = self.memory_fraction
-        if not _is_positive(fraction) or fraction > 1:
+        if not is_positive(fraction) or fraction > 1:
             raise ConfigError(f"memory_fraction must be a number above 0, at most 1, not {fraction!r}")
         if self.block_count is not None:
             _check_count("block_count", self.block_count, at_least=2)
@@ -175,6 +198,8 @@ class EngineOptions(TypedDict, total=False):
     watermark_fraction: float
     context_length: int | None
     steps_in_flight: int
+    restarts_max: int
+    step_timeout_seconds: float | None
     long_prefill_tokens: int | None
     policy: str
     aging_seconds: float
@@ -182,6 +207,8 @@ class EngineOptions(TypedDict, total=False):
     isolate_tenants: bool
     seed: int | None
     journal: str | os.PathLike[str] | None
+    resume: bool
+    resume_seconds: float
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -216,14 +243,14 @@ def check_policy(policy: object, aging_seconds: object, tenant_weights: object) 
     """Raises ConfigError for a policy that does not exist, or that cannot be had with these numbers."""
     if policy not in POLICIES:
         raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
-    if not _is_positive(aging_seconds):
+    if not is_positive(aging_seconds):
         raise ConfigError(f"aging_seconds must be a number above 0, not {aging_seconds!r}")
     if tenant_weights is None:
         return
     if not isinstance(tenant_weights, Mapping) or not tenant_weights:
         raise ConfigError(f"tenant_weights must map names of tenants to numbers, not {tenant_weights!r}")
     for tenant, weight in tenant_weights.items():
-        if not isinstance(tenant, str) or not _is_positive(weight) or not WEIGHT_MIN <= float(weight) <= WEIGHT_MAX:
+        if not isinstance(tenant, str) or not is_positive(weight) or not WEIGHT_MIN <= float(weight) <= WEIGHT_MAX:
             raise ConfigError(
                 f"the weight of tenant {tenant!r} must be a number from {WEIGHT_MIN} to {WEIGHT_MAX}, not {weight!r}"
             )
@@ -233,7 +260,7 @@ def _listed(allowed: Iterable[str | None]) -> str:
     return ", ".join(map(repr, allowed))
 
 
-def _is_positive(value: object) -> TypeGuard[int | float]:
+def is_positive(value: object) -> TypeGuard[int | float]:
     """Whether this is a number that a float can hold, above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 

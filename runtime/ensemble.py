@@ -5,29 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Never, TypeAlias, TypeVar
 
 from cuelight.actors.cache.actor import CacheManager
 from cuelight.actors.detokenizer.actor import Detokenizer
-from cuelight.actors.executor.actor import Executor
+from cuelight.actors.executor.building import build_executor, load_model
 from cuelight.actors.executor.device import Device
-from cuelight.actors.executor.options import LoadOptions
-from cuelight.actors.intake.actor import Encoder, Intake, Limits
+from cuelight.actors.executor.options import LoadOptions, may_have_gpu
+from cuelight.actors.intake.actor import Encoder, Intake
+from cuelight.actors.intake.limits import Limits
 from cuelight.actors.scheduler.actor import Scheduler
 from cuelight.actors.scheduler.outbox import Neighbours
 from cuelight.actors.scheduler.planning import Limits as StepLimits
 from cuelight.config import EngineConfig, ModelFacts, read_facts
 from cuelight.errors import ModelUnavailable
 from cuelight.kept_tokenizer import load_tokenizer
-from cuelight.kernel import Part, Role
+from cuelight.kernel import Fate, InLoop, InProcess, Part, Role, Terminated
 from cuelight.messages.address import Address
 from cuelight.messages.cache import CacheMessage
 from cuelight.messages.detokenizer import DetokenizerMessage
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.intake import IntakeMessage
 from cuelight.messages.observer import ObserverMessage
-from cuelight.messages.scheduler import Abort, Admit, SchedulerMessage, SetPolicy
+from cuelight.messages.scheduler import Abort, Admit, Condemn, Remembered, SchedulerMessage, SetPolicy
 from cuelight.model_cache import cache_directory
 
 if TYPE_CHECKING:
@@ -35,7 +37,13 @@ if TYPE_CHECKING:
 
 B = TypeVar("B")
 
-Casting: TypeAlias = Callable[["EngineConfig", "Roles", Address[ObserverMessage]], tuple[Part[Never], ...]]
+FATE = Fate(restarts_max=50, window_seconds=60.0, backoff_seconds=0.01, backoff_max_seconds=0.2)
+"""A life is cheap: whoever is new asks its neighbours, and goes on."""
+
+EXECUTOR_FATE = Fate(restarts_max=100, window_seconds=60.0, backoff_seconds=0.02, backoff_max_seconds=0.2)
+"""The scheduler gives up sooner where nothing comes of it."""
+
+Casting: TypeAlias = Callable[["EngineConfig", "Roles", Address[ObserverMessage], "Lead"], tuple[Part[Never], ...]]
 """Finds all that an engine plays with and gives the parts. Blocks, so it is called on a thread."""
 
 
@@ -46,7 +54,10 @@ shorter leaves room for prefixes; the memory that a process may grow to is then 
 
 @dataclass(frozen=True)
 class Ensemble(Generic[B]):
-    """All that is loaded before the cast starts; the executor loads the weights itself, on its own thread."""
+    """All that is loaded before the cast starts; the executor loads the weights itself, on its own thread or process.
+
+    For a process `load_device` must be a function that it can import, or a `functools.partial` of one.
+    """
 
     facts: ModelFacts
     encoder: Encoder
@@ -56,46 +67,51 @@ class Ensemble(Generic[B]):
 
 def casting(gather: Callable[[EngineConfig], Ensemble[B]]) -> Casting:
     """The five parts over what `gather` finds: a model's folder, or a stand-in for one."""
-    return lambda config, cast, observer: assemble(gather(config), config, cast, observer)
+    return lambda config, cast, observer, lead: assemble(gather(config), config, cast, observer, lead)
 
 
 def gather(folder: Path, config: EngineConfig) -> Ensemble[Batch]:
     """Read the model folder's facts and tokenizer. Blocks. Raises ModelUnavailable."""
     facts = read_facts(folder)
 
-    def load_device() -> Device[Batch]:
-        from cuelight.actors.executor import loading
-
-        return loading.load_device(
-            LoadOptions(
-                folder=folder,
-                decoder=config.decoder,
-                dtype=config.dtype,
-                quantization=config.quantization,
-                attention=config.attention,
-                device=config.device,
-                block_size=config.block_size,
-                block_count=config.block_count,
-                kv_cache_bytes=config.kv_cache_bytes,
-                host_block_count=config.host_block_count,
-                host_kv_cache_bytes=config.host_kv_cache_bytes,
-                kv_cache_dtype=config.kv_cache_dtype,
-                pool_tokens=max(config.running_max * POOL_TOKENS_PER_REQUEST, context_length(facts, config)),
-                eos_token_ids=facts.eos_token_ids,
-                token_budget=config.token_budget,
-                running_max=config.running_max,
-                memory_fraction=config.memory_fraction,
-                eager=config.eager,
-                code_folder=_code_folder(),
-                now=time.perf_counter,
-            )
-        )
-
     try:
         encoder, decode = load_tokenizer(folder)
     except Exception as error:  # transformers raises whatever the files make it stumble over
         raise ModelUnavailable(f"the tokenizer in {folder} cannot be loaded: {error}") from error
-    return Ensemble(facts, encoder, decode, load_device)
+    return Ensemble(facts, encoder, decode, partial(load_model, load_options(folder, config, facts)))
+
+
+def load_options(folder: Path, config: EngineConfig, facts: ModelFacts) -> LoadOptions:
+    """What the executor is to load."""
+    return LoadOptions(
+        folder=folder,
+        decoder=config.decoder,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        attention=config.attention,
+        device=config.device,
+        block_size=config.block_size,
+        block_count=config.block_count,
+        kv_cache_bytes=config.kv_cache_bytes,
+        host_block_count=config.host_block_count,
+        host_kv_cache_bytes=config.host_kv_cache_bytes,
+        kv_cache_dtype=config.kv_cache_dtype,
+        pool_tokens=max(config.running_max * POOL_TOKENS_PER_REQUEST, context_length(facts, config)),
+        eos_token_ids=facts.eos_token_ids,
+        token_budget=config.token_budget,
+        running_max=config.running_max,
+        memory_fraction=config.memory_fraction,
+        eager=config.eager,
+        code_folder=_code_folder(),
+        now=time.perf_counter,
+    )
+
+
+def lives_in_process(config: EngineConfig) -> bool:
+    """Whether the executor lives in a process of its own. Does not ask torch: one for a CPU after all does no harm."""
+    if config.executor == "auto":
+        return config.device != "cpu" and (config.device != "auto" or may_have_gpu())
+    return config.executor == "process"
 
 
 @dataclass(frozen=True)
@@ -107,6 +123,27 @@ class Roles:
     cache: Role[CacheMessage]
     scheduler: Role[SchedulerMessage]
     intake: Role[IntakeMessage]
+
+
+@dataclass
+class Lead:
+    """Who plays the executor now, and what a new scheduler must know of its model. Another model changes it."""
+
+    executor: Role[ExecutorMessage]
+    eos_token_ids: frozenset[int] = frozenset()
+    context_length: int | None = None
+    """None while it is the first one."""
+
+
+def executor_part(
+    load_device: Callable[[], Device[B]],
+    config: EngineConfig,
+    role: Role[ExecutorMessage],
+    scheduler: Role[SchedulerMessage],
+) -> Part[ExecutorMessage]:
+    """An executor that loads this and answers to that scheduler."""
+    placement = InProcess() if lives_in_process(config) else InLoop()
+    return Part(role, partial(build_executor, load_device, scheduler), EXECUTOR_FATE, placement)
 
 
 def _code_folder() -> Path | None:
@@ -127,46 +164,73 @@ def roles(config: EngineConfig) -> Roles:
     requests = config.queue_limit
     return Roles(
         detokenizer=Role("detokenizer", DetokenizerMessage, capacity=4 * requests + 64),
-        executor=Role("executor", ExecutorMessage, capacity=4 * config.steps_in_flight + 8),
+        executor=Role("executor", ExecutorMessage, capacity=4 * config.steps_in_flight + 128),
         cache=Role("cache", CacheMessage, capacity=4 * requests + 64),
-        # An Abort must not overtake its Admit, so both overtake the results of steps.
-        scheduler=Role("scheduler", SchedulerMessage, capacity=4 * requests + 64, urgent=(Admit, Abort, SetPolicy)),
+        # What comes of requests must not be overtaken by what came later of them, and overtakes the results of steps.
+        scheduler=Role(
+            "scheduler",
+            SchedulerMessage | Terminated,
+            capacity=8 * requests + 64,
+            urgent=(Admit, Abort, Condemn, SetPolicy, Remembered),
+        ),
         intake=Role("intake", IntakeMessage, capacity=8 * requests + 64),
     )
 
 
 def assemble(
-    ensemble: Ensemble[B], config: EngineConfig, cast: Roles, observer: Address[ObserverMessage]
+    ensemble: Ensemble[B],
+    config: EngineConfig,
+    cast: Roles,
+    observer: Address[ObserverMessage],
+    lead: Lead | None = None,
 ) -> tuple[Part[Never], ...]:
-    """The five parts."""
+    """The five parts. `lead` is what changes when another model takes over."""
     facts = ensemble.facts
+    lead = lead or Lead(cast.executor)
+    lead.eos_token_ids = frozenset(facts.eos_token_ids)
     longest = context_length(facts, config)
     intake_limits = Limits(facts.vocab_size, longest, config.queue_limit, config.tenants, config.isolate_tenants)
     long_prefill_tokens = config.long_prefill_tokens or -(-config.token_budget // 4)
-    step_limits = StepLimits(config.token_budget, config.running_max, config.steps_in_flight, long_prefill_tokens)
+    step_limits = StepLimits(
+        token_budget=config.token_budget,
+        running_max=config.running_max,
+        steps_in_flight=config.steps_in_flight,
+        long_prefill_tokens=long_prefill_tokens,
+        restarts_max=config.restarts_max,
+        step_timeout_seconds=config.step_timeout_seconds,
+    )
+    is_apart = lives_in_process(config)
     policy = SetPolicy(config.policy, config.aging_seconds, tuple((config.tenant_weights or {}).items()))
     return (
-        Part(cast.detokenizer, lambda context: Detokenizer(ensemble.decode, context.find(cast.scheduler))),
         Part(
-            cast.executor,
-            lambda context: Executor(context, ensemble.load_device, context.find(cast.scheduler), observer),
+            cast.detokenizer,
+            lambda context: Detokenizer(
+                context, ensemble.decode, context.find(cast.scheduler), context.find(cast.intake)
+            ),
+            FATE,
         ),
-        Part(cast.cache, lambda _: CacheManager(observer, config.watermark_fraction)),
+        executor_part(ensemble.load_device, config, cast.executor, cast.scheduler),
+        Part(cast.cache, lambda _: CacheManager(observer, config.watermark_fraction), FATE),
         Part(
             cast.scheduler,
             lambda context: Scheduler(
                 context,
                 step_limits,
-                frozenset(facts.eos_token_ids),
+                lead.eos_token_ids,
                 Neighbours(
                     cache=context.find(cast.cache),
-                    executor=context.find(cast.executor),
+                    executor=context.find(lead.executor),
                     detokenizer=context.find(cast.detokenizer),
                     intake=context.find(cast.intake),
                     observer=observer,
+                    cache_role=cast.cache,
+                    executor_role=lead.executor,
+                    kill_executor=partial(context.kill, lead.executor) if is_apart else None,
                 ),
                 policy,
+                lead.context_length,
             ),
+            FATE,
         ),
         Part(
             cast.intake,
@@ -178,5 +242,6 @@ def assemble(
                 context.find(cast.detokenizer),
                 observer,
             ),
+            FATE,
         ),
     )

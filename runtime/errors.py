@@ -3,13 +3,17 @@
 * EngineError
   - ModelUnavailable      the model cannot be found, fetched, read or served
   - ConfigError           the engine was configured with something it cannot do
+      WrongJournal
+  - ModelMismatch         a reload with a model that cannot take over (also a ValueError)
   - RequestRejected       refused before any work was done (also a ValueError)
       EmptyPrompt · PromptTooLong · BadPrompt · BadMessage · TokenOutOfRange ·
-      BadSampling · BadService · UnknownTenant · UnknownField · WrongType · QueueFull
+      BadSampling · BadService · UnknownTenant · UnknownField · WrongType · QueueFull ·
+      UnknownRequest · RequestTaken · WrongTenant · BadPosition
   - RequestFailed         accepted, then ended by a failure that was not the client's choice
       DeadlineExceeded
-  - EngineUnavailable     NotStarted · EngineClosed · EngineBroken
+  - EngineUnavailable     NotStarted · EngineClosed · EngineBroken · EngineGaveUp · EngineDraining
   - EngineBusy            too many questions or orders at once, beside the requests
+      ReloadBusy
   - ChatBusy              a second `say` while the first still streams
 """
 
@@ -26,6 +30,17 @@ class ModelUnavailable(EngineError):
 
 class ConfigError(EngineError, ValueError):
     """An engine option has a value the engine cannot honour."""
+
+
+class WrongJournal(ConfigError):
+    """A journal that is no journal, or of another version, model or tokenizer, is not resumed; it stays as it is."""
+
+
+class ModelMismatch(EngineError, ValueError):
+    """Another model cannot take over: its tokenizer or vocabulary differs, or its context is too short for a request.
+
+    The model that was there serves on, and no request has noticed.
+    """
 
 
 class RequestRejected(EngineError, ValueError):
@@ -83,6 +98,22 @@ class QueueFull(RequestRejected):
         self.retry_after_seconds = retry_after_seconds
 
 
+class UnknownRequest(RequestRejected):
+    """No request of this id was carried over from an earlier process, or nobody has picked it up in time."""
+
+
+class RequestTaken(RequestRejected):
+    """Somebody has picked this request up already; a stream has one reader."""
+
+
+class WrongTenant(RequestRejected):
+    """The request is another tenant's."""
+
+
+class BadPosition(RequestRejected):
+    """A stream has not come as far as this position yet."""
+
+
 class RequestFailed(EngineError):
     """The request was accepted and then ended by a failure; other requests are not touched."""
 
@@ -107,8 +138,20 @@ class EngineBroken(EngineUnavailable):
     """An actor of the engine crashed; the cause is chained."""
 
 
+class EngineGaveUp(EngineUnavailable):
+    """The executor died again and again without computing anything; the message says of what. Make another engine."""
+
+
+class EngineDraining(EngineUnavailable):
+    """The engine finishes what it has begun and takes nothing new; then it stops."""
+
+
 class EngineBusy(EngineError):
     """More questions (`explain`) or orders (`set_policy`) at once than the engine takes. Try again in a moment."""
+
+
+class ReloadBusy(EngineBusy):
+    """Another model is being loaded already; that goes on. Try again once it has taken over."""
 
 
 class ChatBusy(EngineError):

@@ -17,6 +17,7 @@ from cuelight.actors.scheduler.actor import SchedulerInbox
 from cuelight.config import EngineConfig, ModelFacts
 from cuelight.ensemble import Ensemble, assemble, gather, roles
 from cuelight.errors import ConfigError
+from cuelight.fingerprint import NO_FINGERPRINT, Fingerprint
 from cuelight.kernel import JournalError
 from cuelight.kernel.journal import Journal
 from cuelight.kernel.records import read_journal
@@ -37,6 +38,7 @@ class Origin:
     folder: Path | None
     config: EngineConfig
     facts: ModelFacts
+    fingerprint: Fingerprint = NO_FINGERPRINT
 
 
 def open_journal(origin: Origin) -> Journal | None:
@@ -44,20 +46,25 @@ def open_journal(origin: Origin) -> Journal | None:
     path = origin.config.journal
     if path is None:
         return None
+    try:
+        return Journal(path, about=about(origin))
+    except JournalError as error:
+        raise ConfigError(str(error)) from error
+
+
+def about(origin: Origin) -> dict[str, object]:
+    """What a journal says of the engine, for a replay."""
     import importlib.metadata
 
-    config = {name: value for name, value in asdict(replace(origin.config, journal=None)).items() if value is not None}
-    about: dict[str, object] = {
+    plain = replace(origin.config, journal=None, resume=False)
+    config = {name: value for name, value in asdict(plain).items() if value is not None}
+    return {
         "cuelight": importlib.metadata.version("cuelight"),
         "name": origin.name,
         "folder": None if origin.folder is None else str(origin.folder),
         "config": msgspec.to_builtins(config, enc_hook=_plain),
         "facts": asdict(origin.facts),
     }
-    try:
-        return Journal(path, about=about)
-    except JournalError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _plain(value: object) -> float | str:

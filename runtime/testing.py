@@ -6,7 +6,8 @@ depend on all the text before them and on nothing else. Loads neither torch nor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, Unpack
 
 from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token, stub_host
@@ -15,6 +16,8 @@ from cuelight.actors.intake.refusal import Refused
 from cuelight.config import EngineConfig, EngineOptions, ModelFacts
 from cuelight.engine import Engine
 from cuelight.ensemble import Ensemble
+from cuelight.errors import ModelUnavailable, NotStarted
+from cuelight.kernel import Role
 from cuelight.messages.request import Conversation, Prompt, Refusal
 
 STUB_NAME: Final = "stub"
@@ -31,17 +34,40 @@ _LETTERS: Final = b"etaoin shrdlu cmfwyp "
 
 
 def stub_engine(
-    *, next_token: Callable[[Sequence[int]], int] | None = None, **options: Unpack[EngineOptions]
+    *,
+    next_token: Callable[[Sequence[int]], int] | None = None,
+    models: Mapping[str, Callable[[Sequence[int]], int]] | None = None,
+    **options: Unpack[EngineOptions],
 ) -> Engine:
     """An engine to start and use like any other, which answers at once and always the same.
 
     `next_token` gives the token that follows all those before it, prompt included: a byte or `END_TOKEN`. It is called
-    on a thread; if it raises, the step fails. Options are those of `Engine`; the pool has 1024 blocks by default, and
-    of host memory none: sizes in bytes are not heeded.
+    on a thread; if it raises, the step fails. With `executor="process"` it must be a function of a module. Options are
+    those of `Engine`; the pool has 1024 blocks by default, and of host memory none: sizes in bytes are not heeded.
+
+    `models` are others to `reload` with, by name: of each its `next_token`.
 
     Raises ConfigError as `Engine` does.
     """
-    return Engine.from_ensemble(STUB_NAME, lambda config: stub_ensemble(config, next_token), **options)
+
+    def other(name: str, config: EngineConfig) -> Ensemble[StubBatch]:
+        if models is None or name not in models:
+            raise ModelUnavailable(f"the stub has no model {name!r}")
+        return stub_ensemble(config, models[name])
+
+    return Engine.from_ensemble(STUB_NAME, lambda config: stub_ensemble(config, next_token), other, **options)
+
+
+def crash(engine: Engine, actor: str) -> None:
+    """End one of the engine's actors as if it had raised: "intake", "scheduler", "cache", "executor", "detokenizer".
+
+    Another one takes its place, and no stream loses or repeats a token. Harmless where none is alive at this moment.
+
+    Raises NotStarted, and KeyError for an actor that there is not.
+    """
+    if engine.system is None:
+        raise NotStarted("start the engine first: there is nobody to crash")
+    engine.system.kill(Role(actor, object, capacity=1), "a test wants it")
 
 
 def next_letter(token_ids: Sequence[int]) -> int:
@@ -82,5 +108,5 @@ def stub_ensemble(
         facts=ModelFacts(vocab_size=END_TOKEN + 1, context_length=CONTEXT_LENGTH, eos_token_ids=(END_TOKEN,)),
         encoder=_Encoder(),
         decode=decode,
-        load_device=lambda: StubDevice(block_count, config.block_size, next_token or next_letter, host),
+        load_device=partial(StubDevice, block_count, config.block_size, next_token or next_letter, host),
     )

@@ -1,34 +1,57 @@
 """One history of the engine's own actors, around an executor without weights, drawn from a seed.
 
-It is checked from outside: by what its clients were told, and by what is left when all is at rest.
+Actors crash, the executor's process is killed, hangs and loses its device. It is checked from outside: by what its
+clients were told, and by what is left when all is at rest.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import islice, pairwise
-from typing import Final
+from itertools import pairwise
+from typing import Final, Never
 
-from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token, stub_host
-from cuelight.config import POLICIES, EngineConfig, ModelFacts
-from cuelight.ensemble import Ensemble, assemble, roles
-from cuelight.kernel import Delivered, Event
-from cuelight.kernel.faults import Faults, SimulatedCrash
+from cuelight.actors.executor.device import DeviceLost
+from cuelight.config import ModelFacts
+from cuelight.ensemble import EXECUTOR_FATE, Ensemble, Lead, Roles, assemble, lives_in_process, roles
+from cuelight.kernel import Actor, Context, Delivered, Ended, Event, InLoop, InProcess, Part, Role
+from cuelight.kernel.errors import ActorCrashed
+from cuelight.kernel.faults import SimulatedCrash
 from cuelight.kernel.simulation import Simulation
 from cuelight.messages.cache import ForgetPrefixes
-from cuelight.messages.client import Accepted, Chunk, ClientMessage, End, Rejected
-from cuelight.messages.intake import Cancel, Submit
-from cuelight.messages.observer import BlockFigures, ObserverMessage, Ready, RequestFigures
-from cuelight.messages.request import BlockCopies, FinishReason, Prompt, Refusal, RequestId, Sampling, Service
-from cuelight.messages.scheduler import StepDone
+from cuelight.messages.client import Rejected
+from cuelight.messages.executor import ExecutorMessage
+from cuelight.messages.intake import AllSent
+from cuelight.messages.observer import (
+    BlockFigures,
+    LoadFailed,
+    Loading,
+    ObserverMessage,
+    Ready,
+    Recovered,
+    Recovering,
+    RequestFigures,
+)
+from cuelight.messages.request import FinishReason, Prompt, RequestId
+from cuelight.messages.scheduler import Switch
 from cuelight.testing import END_TOKEN, decode, encode
+from cuelight.trial_changes import Changes
+from cuelight.trial_client import Client, Excuses
+from cuelight.trial_device import FlakyDevice, build_flaky
+from cuelight.trial_draws import drawn_config, drawn_faults, drawn_kills, drawn_mischief
 
 CONTEXT_LENGTH: Final = 700
 
-_ALPHABET: Final = b"abcdefg "
+RESTARTS_MAX: Final = 100_000
+
+STEPS_MAX: Final = 200_000
+"""A history that goes on for longer does so for ever."""
+
+MISFORTUNES: Final = (SimulatedCrash, DeviceLost)
+"""Whatever else an actor raises is a mistake of ours, from which it recovers all the same."""
 
 
 @dataclass
@@ -41,78 +64,193 @@ class Tally:
     aborted: int = 0
     failed: int = 0
     refused: int = 0
-    open: int = 0
-    """Requests that an actor's crash left without an end."""
     crashes: int = 0
+    """Lives that did not end in order, of all actors."""
+    hangs: int = 0
+    changes: int = 0
+    """Executors that have taken over from another one that was alive."""
+    poisoned: int = 0
+    """Requests that were poison, and failed for it."""
 
     def row(self) -> str:
         """The figures, in columns as wide as those of `HEADER`."""
         return "".join(f"{getattr(self, field.name):>11,}" for field in fields(self)) + "\n"
 
-
-def next_token(token_ids: Sequence[int]) -> int:
-    """A letter or, less often, the end: a pure function of all tokens before it."""
-    number = hashed_token(token_ids, 4 * len(_ALPHABET))
-    return END_TOKEN if number == 0 else _ALPHABET[number % len(_ALPHABET)]
+    def count(self, client: Client, poison: RequestId | None) -> None:
+        """Add what became of a request."""
+        match client.end:
+            case Rejected():
+                self.refused += 1
+            case None:
+                raise AssertionError("every request has an end")
+            case end if end.reason is FinishReason.CANCELLED:
+                self.aborted += 1
+            case end if end.reason is FinishReason.FAILED:
+                self.failed += 1
+                self.poisoned += client.request_id == poison
+            case _:
+                self.finished += 1
 
 
 def run_history(seed: int, request_count: int, total: Tally) -> None:
     """One history, drawn from the seed. Raises AssertionError where a promise is broken."""
-    chance = random.Random(f"engine {seed}")
-    config = _drawn_config(chance)
-    device = FlakyDevice(config, chance.choice((0.0, 0.0, 0.05, 0.3)), chance)
-    board = Board()
-    facts = ModelFacts(END_TOKEN + 1, CONTEXT_LENGTH, (END_TOKEN,))
-    cast = roles(config)
-    parts = assemble(Ensemble(facts, _Encoder(), decode, lambda: device), config, cast, board)
+    History(seed, request_count).run(total)
 
-    def count(event: Event) -> None:
-        total.deliveries += isinstance(event, Delivered)
 
-    faults = Faults(chance.choice((0.0, 0.0, 0.0, 0.003)), delay_seconds_max=chance.choice((0.0, 0.001, 0.1)))
-    simulation = Simulation(parts, seed, tap=count, faults=faults, record=False)
-    intake = simulation.find(cast.intake)
-    clients = [Client(RequestId(number), chance) for number in range(request_count)]
-    for first, client in pairwise(clients):
-        if chance.random() < 0.2:
-            client.is_sample_of(first)
-    for client in clients:
-        at = chance.random() if chance.random() < 0.8 else 0.5  # some come all at once
-        simulation.at(at, partial(intake.tell, client.submit()))
-        if chance.random() < 0.25:
-            client.has_left = True
-            simulation.at(at + chance.choice((0.0, 0.01, 0.3)) * chance.random(), partial(intake.tell, client.cancel()))
-    if chance.random() < 0.2:
-        forget = partial(simulation.find(cast.cache).tell, ForgetPrefixes())
-        simulation.at(chance.random(), forget)
-    simulation.run()
-    if simulation.failure is not None:
-        if not isinstance(simulation.failure.__cause__, SimulatedCrash):
-            raise simulation.failure
-        total.crashes += 1
-    assert not device.complaints, device.complaints[0]
-    for client in clients:
-        client.check(device, is_over=simulation.failure is None)
-        client.count(total)
-    if simulation.failure is None:
-        board.check()
-        lengths = {name: figures.length for name, figures in simulation.statistics().items() if figures.length}
+class History:
+    """The world of one seed: a cast, its faults, its clients, and whoever opened it."""
+
+    def __init__(self, seed: int, request_count: int) -> None:
+        chance = self._chance = random.Random(f"engine {seed}")
+        self._config = drawn_config(chance)
+        self._mischief = drawn_mischief(chance, self._config, request_count)
+        self._board = Board(self._send_again)
+        self._cast = roles(self._config)
+        self._lead = Lead(self._cast.executor)
+        self._actors: dict[str, Actor[Never]] = {}
+        self._deliveries = 0
+        self._deaths: Counter[str] = Counter()
+        self._kills = drawn_kills(chance)
+        self._is_open = False
+        faults = drawn_faults(chance)
+        self._mistake: ActorCrashed | None = None
+        self._simulation = Simulation(
+            self._parts(), seed, tap=self._see, faults=faults, record=False, on_crash=self._judge
+        )
+        now = self._simulation.clock.now
+        self._clients = [Client(RequestId(number), chance, now) for number in range(request_count)]
+        self._changes = Changes(
+            self._simulation, self._cast.scheduler, self._lead, self._executor_part, self._switch_to
+        )
+        self._changes.draw(random.Random(f"changes {seed}"))
+
+    def run(self, total: Tally) -> None:
+        """Let it happen, and check it."""
+        self._draw_requests()
+        if self._chance.random() < 0.2:
+            forget = partial(self._simulation.find(self._cast.cache).tell, ForgetPrefixes())
+            self._simulation.at(self._chance.random(), forget)
+        self._simulation.run(steps_max=STEPS_MAX)
+        if self._simulation.failure is not None:
+            raise self._simulation.failure
+        mischief = self._mischief
+        assert not mischief.complaints, mischief.complaints[0]
+        excuses = self._excuses()
+        for client in self._clients:
+            client.check(excuses)
+            total.count(client, mischief.poison)
+        self._check_rest()
+        total.deliveries += self._deliveries
+        total.crashes += self._deaths.total()
+        total.hangs += mischief.hung
+        total.changes += self._changes.taken_over
+
+    def _parts(self) -> list[Part[Never]]:
+        config, cast = self._config, self._cast
+        facts = ModelFacts(END_TOKEN + 1, CONTEXT_LENGTH, (END_TOKEN,))
+        ensemble = Ensemble(facts, _Encoder(), decode, lambda: FlakyDevice(config, self._mischief))
+        parts = assemble(ensemble, config, cast, self._board, self._lead)
+        return [
+            self._executor_part(cast.executor) if part.role is cast.executor else _kept(part, self._actors)
+            for part in parts
+        ]
+
+    def _executor_part(self, role: Role[ExecutorMessage]) -> Part[Never]:
+        build = partial(build_flaky, self._config, self._mischief, self._cast.scheduler)
+        placement = InProcess() if lives_in_process(self._config) else InLoop()
+        return _kept(Part(role, build, EXECUTOR_FATE, placement), self._actors)
+
+    def _switch_to(self, executor: str, recompute: bool) -> Switch:
+        return Switch(executor, "", recompute, CONTEXT_LENGTH, (END_TOKEN,), self._changes)
+
+    def _see(self, event: Event) -> None:
+        if isinstance(event, Delivered):
+            self._deliveries += 1
+            if (actor := self._kills.get(self._deliveries)) is not None:
+                role = self._lead.executor if actor == "executor" else _role(self._cast, actor)
+                self._simulation.kill(role, "drawn")
+        elif isinstance(event, Ended) and event.error:
+            self._deaths[event.actor.partition(" ")[0]] += 1
+            if event.actor == self._cast.scheduler.name:
+                self._simulation.at(self._simulation.clock.now(), self._changes.repeat)
+            if self._mistake is not None:
+                raise self._mistake
+
+    def _judge(self, crash: ActorCrashed) -> None:
+        if crash.message_type and not isinstance(crash.__cause__, MISFORTUNES):  # else it was killed
+            self._mistake = crash
+
+    def _draw_requests(self) -> None:
+        chance, at = self._chance, self._simulation.at
+        for first, client in pairwise(self._clients):
+            if chance.random() < 0.2:
+                client.is_sample_of(first)
+        for client in self._clients:
+            seconds = chance.random() if chance.random() < 0.8 else 0.5  # some come all at once
+            at(seconds, partial(self._send, client))
+            if chance.random() < 0.25:
+                leaves_at = seconds + chance.choice((0.0, 0.01, 0.3)) * chance.random()
+                at(leaves_at, partial(self._leave, client))
+
+    def _send(self, client: Client) -> None:
+        client.is_sent = True
+        if self._is_open:
+            self._simulation.find(self._cast.intake).tell(client.submit())
+
+    def _leave(self, client: Client) -> None:
+        client.has_left = True
+        if client.end is None and self._is_open:
+            self._simulation.find(self._cast.intake).tell(client.cancel())
+
+    def _send_again(self) -> None:
+        """Intake is new: what has not ended it is told, as soon as it has said that it serves."""
+        self._simulation.at(self._simulation.clock.now(), self._send_all)
+
+    def _send_all(self) -> None:
+        self._is_open = self._mischief.is_started = True
+        tell = self._simulation.find(self._cast.intake).tell
+        for client in self._clients:
+            if (submit := client.submit_again()) is not None:
+                tell(submit)
+                if client.has_left:
+                    tell(client.cancel())
+        tell(AllSent())
+
+    def _excuses(self) -> Excuses:
+        assert self._config.block_count is not None
+        token_capacity = (self._config.block_count - 1) * self._config.block_size
+        return Excuses(
+            token_limit=min(CONTEXT_LENGTH, token_capacity),
+            failed_steps=self._mischief.failures,
+            executor_deaths=self._deaths["executor"],
+            is_calm=not self._deaths,
+            poison=self._mischief.poison,
+        )
+
+    def _check_rest(self) -> None:
+        self._board.check()
+        self._changes.check()
+        lengths = {name: figures.length for name, figures in self._simulation.statistics().items() if figures.length}
         assert not lengths, f"messages wait at rest: {lengths}"
+        for name in ("intake", "scheduler", "detokenizer"):
+            remembered = getattr(self._actors[name], "request_count", None)
+            assert remembered == 0, f"{name} knows of {remembered} requests at rest"
 
 
-def _drawn_config(chance: random.Random) -> EngineConfig:
-    return EngineConfig(
-        token_budget=chance.choice((3, 16, 64, 512)),
-        running_max=chance.choice((1, 3, 16)),
-        queue_limit=chance.choice((4, 100, 100)),
-        block_size=chance.choice((1, 4, 16)),
-        block_count=chance.choice((16, 32, 64, 1000)),
-        watermark_fraction=chance.choice((0.0, 0.01, 0.2)),
-        steps_in_flight=chance.choice((1, 2, 3)),
-        host_block_count=chance.choice((0, 0, 8, 64)),
-        policy=chance.choice(POLICIES),
-        isolate_tenants=chance.random() < 0.2,
-    )
+def _kept(part: Part[Never], actors: dict[str, Actor[Never]]) -> Part[Never]:
+    """The same part, whose present actor is among these, and which may crash more often than anybody would stand."""
+    build = part.build
+
+    def keep(context: Context[object]) -> Actor[Never]:
+        actors[part.role.name] = actor = build(context)
+        return actor
+
+    return replace(part, build=keep, fate=replace(part.fate, restarts_max=RESTARTS_MAX))
+
+
+def _role(cast: Roles, name: str) -> Role[Never]:
+    role: Role[Never] = getattr(cast, name)
+    return role
 
 
 class _Encoder:
@@ -120,55 +258,15 @@ class _Encoder:
         return encode(prompt)
 
 
-class FlakyDevice(StubDevice):
-    """A stub whose steps sometimes raise, before they have done their work or after."""
-
-    def __init__(self, config: EngineConfig, failure_rate: float, chance: random.Random) -> None:
-        assert config.block_count is not None
-        super().__init__(config.block_count, config.block_size, next_token, stub_host(config.host_block_count))
-        self.token_capacity = (config.block_count - 1) * config.block_size
-        self.failures = 0
-        self.complaints: list[str] = []
-        """What the steps had wrong: the executor would answer for it as for any failure."""
-        self._failure_rate = failure_rate
-        self._chance = chance
-
-    def run(self, batch: StubBatch) -> StepDone:
-        """As a stub's, unless it fails."""
-        fails = self._chance.random() < self._failure_rate
-        if fails and self._chance.random() < 0.5:
-            self._fail()
-        try:
-            done = super().run(batch)
-        except Exception as error:
-            self.complaints.append(f"step {batch.step.step}: {type(error).__name__}: {error}")
-            raise
-        if fails:
-            self._fail()
-        return done
-
-    def copy(self, copies: BlockCopies) -> None:
-        """As a stub's, unless it fails, and then nobody knows what is in the blocks."""
-        try:
-            super().copy(copies)
-        except Exception as error:
-            self.complaints.append(f"{copies}: {type(error).__name__}: {error}")
-            raise
-        if self._chance.random() < self._failure_rate / 4:
-            self._fail()
-
-    def _fail(self) -> None:
-        self.failures += 1
-        raise RuntimeError("the device failed")
-
-
 class Board:
     """The observer: keeps the latest figures."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_new_intake: Callable[[], None]) -> None:
+        self._on_new_intake = on_new_intake
         self.requests = RequestFigures()
         self.blocks = BlockFigures()
         self.is_ready = False
+        self.is_recovering = False
 
     def tell(self, message: ObserverMessage, /) -> None:
         """Keep what is told."""
@@ -179,151 +277,20 @@ class Board:
                 self.blocks = message
             case Ready():
                 self.is_ready = True
+                self._on_new_intake()
+            case Loading():
+                pass
+            case LoadFailed():  # which only matters at the start, where loading always succeeds
+                assert self.is_ready, "the executor cannot be started"
+            case Recovering():
+                self.is_recovering = True
+            case Recovered():
+                self.is_recovering = False
             case _:
-                raise AssertionError(f"the device could not be loaded: {message}")
+                raise AssertionError(f"there is no executor: {message}")
 
     def check(self) -> None:
         """At rest, nothing is live and every block is free."""
         assert self.is_ready, "intake never said that it serves"
         assert self.requests.running == self.requests.waiting == 0, f"requests are live at rest: {self.requests}"
         assert self.blocks.blocks_free == self.blocks.blocks_total > 0, f"blocks are held at rest: {self.blocks}"
-
-
-class Client:
-    """A client that sends one drawn request, and knows what must come of it."""
-
-    def __init__(self, request_id: RequestId, chance: random.Random) -> None:
-        self.request_id = request_id
-        self.has_left = False
-        self._prompt = _drawn_prompt(chance)
-        self._sampling = _drawn_sampling(chance)
-        self._service = Service(tenant=chance.choice("ab"), cache_salt=chance.choice(("", "", "", "salt")))
-        self._like: RequestId | None = None
-        self._messages: list[ClientMessage] = []
-
-    def tell(self, message: ClientMessage, /) -> None:
-        """Keep what is told."""
-        self._messages.append(message)
-
-    def is_sample_of(self, first: Client) -> None:
-        """It asks for another sample of that one's prompt."""
-        self._prompt, self._service, self._like = first._prompt, first._service, first.request_id
-
-    def submit(self) -> Submit:
-        """The request."""
-        return Submit(self.request_id, self._prompt, self._sampling, self, self._service, self._like)
-
-    def cancel(self) -> Cancel:
-        """The client leaves."""
-        return Cancel(self.request_id)
-
-    @property
-    def end(self) -> End | Rejected | None:
-        """The one message after which nothing comes."""
-        last = self._messages[-1] if self._messages else None
-        return last if isinstance(last, End | Rejected) else None
-
-    def count(self, total: Tally) -> None:
-        """Add this request to the figures."""
-        match self.end:
-            case None:
-                total.open += 1
-            case Rejected():
-                total.refused += 1
-            case End(reason=FinishReason.CANCELLED):
-                total.aborted += 1
-            case End(reason=FinishReason.FAILED):
-                total.failed += 1
-            case End():
-                total.finished += 1
-
-    def check(self, device: FlakyDevice, *, is_over: bool) -> None:
-        """What came is what this request alone would have given. Where `is_over`, it has come to an end as well."""
-        who = f"request {self.request_id}"
-        assert all(message.request_id == self.request_id for message in self._messages), f"{who} hears of another"
-        assert not any(isinstance(message, End | Rejected) for message in self._messages[:-1]), f"{who} ends twice"
-        assert self.end is not None or not is_over, f"{who} never ends"
-        token_limit = min(CONTEXT_LENGTH, device.token_capacity)
-        if isinstance(self.end, Rejected):
-            assert len(self._messages) == 1, f"{who} is refused after all"
-            assert self._is_fair(self.end.refusal, token_limit), f"{who} is refused: {self.end}"
-            return
-        prompt = encode(self._prompt)
-        if self._messages:
-            assert self._messages[0] == Accepted(self.request_id, len(prompt)), f"{who} begins with {self._messages[0]}"
-        tokens, text = self._received()
-        expected, expected_text, reason = expected_output(prompt, self._sampling, token_limit)
-        assert tokens == expected[: len(tokens)], f"{who} gets {tokens}, where {expected} is right"
-        assert decode(tokens).startswith(text), f"{who} reads {text!r}, which {tokens} do not say"
-        if self.end is None:
-            return
-        if self.end.reason is FinishReason.CANCELLED:
-            assert self.has_left, f"{who} is cancelled by nobody"
-        elif self.end.reason is FinishReason.FAILED:
-            assert device.failures >= 2, f"{who} fails after {device.failures} failed steps: {self.end.error}"
-        else:
-            assert (tokens, text, self.end.reason) == (expected, expected_text, reason), (
-                f"{who} ends for {self.end.reason} with {text!r}, and not for {reason} with {expected_text!r}"
-            )
-            assert self.end.usage.output_tokens == len(tokens), f"{who} is charged for {self.end.usage}"
-            assert self.end.usage.prompt_tokens == len(prompt), f"{who} is charged for {self.end.usage}"
-
-    def _is_fair(self, refusal: Refusal, token_limit: int) -> bool:
-        length = len(encode(self._prompt))
-        match refusal:
-            case Refusal.PROMPT_TOO_LONG:
-                return length + 1 > token_limit
-            case Refusal.EMPTY_PROMPT:
-                return length == 0
-        return refusal is Refusal.QUEUE_FULL
-
-    def _received(self) -> tuple[list[int], str]:
-        tokens: list[int] = []
-        text = ""
-        for message in self._messages:
-            if isinstance(message, Chunk):
-                assert message.position == len(tokens), f"request {self.request_id} gets {message} as {len(tokens)}th"
-                tokens.extend(message.token_ids)
-                text += message.text
-        return tokens, text
-
-
-def expected_output(prompt: Sequence[int], sampling: Sampling, token_limit: int) -> tuple[list[int], str, FinishReason]:
-    """Tokens, text and end of a request that is alone in the world: the slow, obvious path. One stop string at most."""
-    tokens: list[int] = []
-    limit = min(sampling.max_tokens, token_limit - len(prompt))
-    while True:
-        tokens.append(next_token([*prompt, *tokens]))
-        text = decode(tokens)
-        begin = len(decode(tokens[: sampling.min_tokens]))
-        for stop in sampling.stop:
-            if (found := text.find(stop, begin)) >= 0:
-                return tokens, text[:found], FinishReason.STOP
-        is_last = tokens[-1] in sampling.stop_token_ids or (tokens[-1] == END_TOKEN and not sampling.ignore_eos)
-        if is_last and len(tokens) >= sampling.min_tokens:
-            return tokens, text, FinishReason.STOP
-        if len(tokens) >= limit:
-            return tokens, text, FinishReason.LENGTH
-
-
-_BEGINNINGS: Final = ("", "a bad cafe faced", "a bad cafe faced a bee and fed a beef cage ", "deaf")
-
-
-def _drawn_prompt(chance: random.Random) -> Prompt:
-    """Often with a beginning that others have too; rarely empty, or long."""
-    length = chance.choice((0, 3, 10, 30, 30, 30, 420 if chance.random() < 0.2 else 5))
-    letters = bytes(islice(iter(lambda: chance.choice(_ALPHABET), None), length))
-    text = chance.choice(_BEGINNINGS) + letters.decode()
-    return text if chance.random() < 0.7 else tuple(text.encode())
-
-
-def _drawn_sampling(chance: random.Random) -> Sampling:
-    max_tokens = chance.choice((1, 5, 20, 40))
-    return Sampling(
-        max_tokens=max_tokens,
-        min_tokens=chance.choice((0, 0, 3)) if max_tokens > 3 else 0,
-        seed=chance.choice((None, 7)),
-        stop=chance.choice(((), (), ("ab",), ("e",), ("g fa",))),
-        stop_token_ids=chance.choice(((), (), (_ALPHABET[0],))),
-        ignore_eos=chance.random() < 0.3,
-    )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Generic, Never, TypeVar
 
 from cuelight.actors.cache.actor import CacheManager
 from cuelight.actors.executor.actor import Executor
@@ -14,10 +16,12 @@ from cuelight.actors.executor.stub import StubDevice, hashed_token
 from cuelight.actors.scheduler.actor import Scheduler
 from cuelight.actors.scheduler.outbox import Neighbours
 from cuelight.actors.scheduler.planning import Limits
-from cuelight.kernel import Actor, Timer
+from cuelight.kernel import Actor, Role, Terminated, Timer
 from cuelight.messages import detokenizer, intake, observer
+from cuelight.messages.cache import CacheMessage
+from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.request import FinishReason, RequestId, Sampling, Service
-from cuelight.messages.scheduler import Abort, Admit, SetPolicy, StepDone, StopMatched
+from cuelight.messages.scheduler import Abort, Admit, Closed, Remembered, SetPolicy, StepDone, StopMatched
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -78,6 +82,10 @@ class Stage:
     def post(self, queue: str, delivery: Callable[[], None]) -> None:
         self._queues.setdefault(queue, deque()).append(delivery)
 
+    def drop(self, queue: str) -> None:
+        """Whatever waits there will not happen."""
+        self._queues.pop(queue, None)
+
     def after(self, seconds: float, fire: Callable[[], None]) -> Timer:
         return StageTimer(self._timers, self.clock.seconds + seconds, fire)
 
@@ -124,6 +132,9 @@ class StageContext(Generic[M]):
     def after(self, seconds: float, message: M) -> Timer:
         return self._stage.after(seconds, lambda: self.ref.tell(message))
 
+    def watch(self, role: Role[Never]) -> None:
+        """On a stage nobody dies by himself: see `Core.lose_executor`."""
+
     def worker(self, name: str) -> StageWorker[M]:
         return StageWorker(self._stage, f"{self.ref.name} {name}", self.ref)
 
@@ -158,6 +169,19 @@ class FailingDevice(StubDevice):
         return super().run(batch)
 
 
+class Confirming(Recorder[detokenizer.DetokenizerMessage]):
+    """A detokenizer that has no streams, and confirms every end."""
+
+    def __init__(self, scheduler: StageAddress[object]) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+
+    def tell(self, message: detokenizer.DetokenizerMessage, /) -> None:
+        super().tell(message)
+        if isinstance(message, detokenizer.RequestEnded):
+            self._scheduler.tell(Closed((message.request_id,)))
+
+
 class Core:
     """Scheduler, cache manager and executor (a stub) on a stage; the test is intake and detokenizer."""
 
@@ -173,27 +197,59 @@ class Core:
         eos: frozenset[int] = frozenset(),
         policy: SetPolicy = SetPolicy("fcfs"),  # noqa: B008  # frozen
         long_prefill_tokens: int = 2**63,
+        kill_executor: Callable[[str], None] | None = None,
+        restarts_max: int = 8,
     ) -> None:
         self.stage = Stage(seed)
         self.device = device
-        self.detokenizer: Recorder[detokenizer.DetokenizerMessage] = Recorder()
         self.intake: Recorder[intake.IntakeMessage] = Recorder()
         self.observer: Recorder[observer.ObserverMessage] = Recorder()
         self.scheduler = StageAddress(self.stage, "scheduler")
+        self.detokenizer = Confirming(self.scheduler)
         self.cache = StageAddress(self.stage, "cache")
         self.executor = StageAddress(self.stage, "executor")
+        self._watermark = watermark
         self.cache.actor = CacheManager(self.observer, watermark)
-        self.executor.actor = Executor(
-            StageContext(self.stage, self.executor), lambda: device, self.scheduler, self.observer
-        )
+        self._begin_executor()
+        neighbours = Neighbours(self.cache, self.executor, self.detokenizer, self.intake, self.observer)
         self.scheduler.actor = Scheduler(
             StageContext(self.stage, self.scheduler),
-            Limits(token_budget, running_max, steps_in_flight, long_prefill_tokens),
+            Limits(token_budget, running_max, steps_in_flight, long_prefill_tokens, restarts_max=restarts_max),
             eos,
-            Neighbours(self.cache, self.executor, self.detokenizer, self.intake, self.observer),
+            replace(
+                neighbours,
+                cache_role=Role("cache", CacheMessage, 1),
+                executor_role=Role("executor", ExecutorMessage, 1),
+                kill_executor=kill_executor,
+            ),
             policy,
         )
+        self.scheduler.actor.started()
+        (started,) = self.intake.take()
+        assert isinstance(started, intake.SchedulerStarted)
+        self.scheduler.actor.handle(Remembered(started.life, None, (), (), ()))
         self.executor.actor.started()
+
+    def lose_executor(self, error: str, device: StubDevice | None = None) -> None:
+        """Its life ends, with all that its threads were doing; another one begins, with another device."""
+        self.device = device or StubDevice(self.device.block_count, self.device.block_size)
+        for queue in ("executor prepare", "executor device"):
+            self.stage.drop(queue)
+        self._own.actor = _Dead()
+        self._begin_executor()
+        self.scheduler.tell(Terminated("executor", f"actor 'executor' died: {error}", is_restarting=True))
+        self.executor.actor.started()
+
+    def _begin_executor(self) -> None:
+        # What it tells itself, through an address of this life, dies with it.
+        self._own = StageAddress(self.stage, "executor")
+        load = partial(_same, self.device)
+        self._own.actor = self.executor.actor = Executor(StageContext(self.stage, self._own), load, self.scheduler)
+
+    def lose_cache(self) -> None:
+        """Its life ends, and another one begins."""
+        self.cache.actor = CacheManager(self.observer, self._watermark)
+        self.scheduler.tell(Terminated("cache", "actor 'cache' died: of a test", is_restarting=True))
 
     def admit(
         self,
@@ -246,6 +302,16 @@ class Core:
 
     def figures(self) -> observer.RequestFigures:
         return [m for m in self.observer.messages if isinstance(m, observer.RequestFigures)][-1]
+
+
+class _Dead(Actor[object]):
+    """Hears no more."""
+
+    def handle(self, message: object) -> None: ...
+
+
+def _same(device: StubDevice) -> StubDevice:
+    return device
 
 
 def expected_output(

@@ -234,7 +234,7 @@ def test_every_module_can_be_imported(module: str) -> None:
 
 
 def test_the_public_names_are_these() -> None:
-    names = ["Chat", "Chunk", "Engine", "EngineError", "EngineStats", "Result", "Stream", "model_path"]
+    names = ["Chat", "Chunk", "Engine", "EngineError", "EngineStats", "Health", "Result", "Stream", "model_path"]
     assert sorted(cuelight.__all__) == names
     assert set(names) <= set(dir(cuelight))
     assert all(getattr(cuelight, name).__name__ == name for name in names)

@@ -23,6 +23,9 @@ class Inbox(Generic[M]):
         self.heard.append(message)
 
 
+ROUND = 17
+
+
 class Stage:
     """A cache manager with a pool of `blocks_total` blocks of four tokens, and its two counterparts."""
 
@@ -40,7 +43,7 @@ class Stage:
         token_budget: int = 1000,
     ) -> Granted:
         answers_before = len(self.scheduler.heard)
-        self.cache.handle(Reserve(filled, growths, admissions, token_budget, self.scheduler))
+        self.cache.handle(Reserve(ROUND, filled, growths, admissions, token_budget, self.scheduler))
         assert len(self.scheduler.heard) == answers_before + 1
         return self.scheduler.heard[-1]
 
@@ -53,12 +56,14 @@ def ids(granted: Granted) -> list[int]:
     return [grant.request_id for grant in granted.grants]
 
 
-def test_there_is_no_block_before_the_first_reset() -> None:
+def test_what_comes_before_the_first_reset_was_meant_for_another() -> None:
     observer: Inbox[BlockFigures] = Inbox()
     scheduler: Inbox[Granted] = Inbox()
     cache = CacheManager(observer, 0.01)
-    cache.handle(Reserve((), (), (admission(1, 1),), 100, scheduler))
-    assert scheduler.heard == [Granted((), (RequestId(1),))]
+    cache.handle(Reserve(ROUND, (Filled(RequestId(7), 3, ()),), (), (admission(1, 1),), 100, scheduler))
+    cache.handle(Release((Filled(RequestId(7), 4, ()),)))
+    cache.handle(ForgetPrefixes())
+    assert scheduler.heard == []
     assert observer.heard == []
 
 
@@ -75,7 +80,7 @@ def test_filled_comes_before_growths_and_growths_before_admissions() -> None:
         growths=(Growth(RequestId(1), 12),),
         admissions=(admission(2, 9),),
     )
-    assert granted == Granted((Grant(RequestId(1), (3,), 0, 12), Grant(RequestId(2), (1, 2, 4), 8, 12)), ())
+    assert granted == Granted(ROUND, (Grant(RequestId(1), (3,), 0, 12), Grant(RequestId(2), (1, 2, 4), 8, 12)), ())
 
 
 def test_each_growth_is_granted_whole_or_refused() -> None:
@@ -83,14 +88,14 @@ def test_each_growth_is_granted_whole_or_refused() -> None:
     stage.reserve(admissions=(admission(1, 4), admission(2, 4, 50), admission(3, 4, 100)))
     growths = (Growth(RequestId(1), 12), Growth(RequestId(2), 8), Growth(RequestId(3), 8))
     granted = stage.reserve(growths=growths)
-    assert granted == Granted((Grant(RequestId(2), (4,), 0, 8),), (RequestId(1), RequestId(3)))
+    assert granted == Granted(ROUND, (Grant(RequestId(2), (4,), 0, 8),), (RequestId(1), RequestId(3)))
 
 
 def test_rule_2_a_round_that_must_preempt_admits_nobody() -> None:
     stage = Stage(4)
     stage.reserve(admissions=(admission(1, 12),))
     granted = stage.reserve(growths=(Growth(RequestId(1), 24),), admissions=(admission(2, 4, 50),))
-    assert granted == Granted((), (RequestId(1),))
+    assert granted == Granted(ROUND, (), (RequestId(1),))
 
 
 def test_admissions_stop_at_the_first_refused() -> None:
@@ -108,7 +113,7 @@ def test_admissions_stop_when_the_budget_is_used_up() -> None:
     assert ids(granted) == [1, 2]
     assert granted.refused == ()
     granted = stage.reserve(admissions=admissions[2:], token_budget=0)
-    assert granted == Granted((), ())
+    assert granted == Granted(ROUND, (), ())
 
 
 def test_only_uncached_tokens_count_against_the_budget() -> None:
@@ -166,7 +171,7 @@ def test_a_reset_forgets_tables_and_prefixes_but_not_past_counts() -> None:
     assert len(stage.observer.heard) == 6
     stage.cache.handle(Release((Filled(RequestId(2), 8, ()),)))
     granted = stage.reserve(admissions=(admission(1, 9), admission(2, 9)))
-    assert granted == Granted((Grant(RequestId(1), (1, 2, 3, 4, 5), 0, 10),), (), (RequestId(2),))
+    assert granted == Granted(ROUND, (Grant(RequestId(1), (1, 2, 3, 4, 5), 0, 10),), (), (RequestId(2),))
 
 
 def test_a_growth_without_a_table_is_our_bug() -> None:

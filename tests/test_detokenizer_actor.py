@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
-from support import Recorder
+from support import Recorder, StageAddress, StageContext
+from support import Stage as Turns
 
 from cuelight.actors.detokenizer.actor import Detokenizer
 from cuelight.messages.client import Chunk, End
-from cuelight.messages.detokenizer import Open, RequestEnded, TokensReady
-from cuelight.messages.intake import Opened
+from cuelight.messages.detokenizer import (
+    Abandon,
+    DetokenizerMessage,
+    Histories,
+    IntakeStarted,
+    Keep,
+    Open,
+    Reopened,
+    RequestEnded,
+    TellStreams,
+    TokensReady,
+)
+from cuelight.messages.intake import DetokenizerStarted, Finished, Opened, Streams
 from cuelight.messages.request import FinishReason, RequestId, Usage
-from cuelight.messages.scheduler import StopMatched
+from cuelight.messages.scheduler import Closed, Recall, StopMatched
 
 
 def utf8(token_ids: Sequence[int]) -> str:
     """A tokenizer whose tokens are bytes; 999 breaks it."""
     return bytes(token_ids).decode("utf-8", "replace")
+
+
+def detokenizer(
+    decode: Callable[[Sequence[int]], str], scheduler: Recorder[object], intake: Recorder[object]
+) -> Detokenizer:
+    turns = Turns(1)
+    context: StageContext[DetokenizerMessage] = StageContext(turns, StageAddress(turns, "detokenizer"))
+    return Detokenizer(context, decode, scheduler, intake)
 
 
 class Stage:
@@ -28,23 +49,35 @@ class Stage:
         self.scheduler = Recorder[object]()
         self.intake = Recorder[object]()
         self.clients: dict[int, Recorder[object]] = {}
-        self.actor = Detokenizer(utf8, self.scheduler)
+        self.actor = detokenizer(utf8, self.scheduler, self.intake)
+        self.positions: Counter[int] = Counter()
 
     def open(self, request_id: int, stop: tuple[str, ...] = (), min_tokens: int = 0) -> Recorder[object]:
         client = self.clients[request_id] = Recorder[object]()
+        del self.positions[request_id]
         self.actor.handle(Open(RequestId(request_id), stop, min_tokens, client, self.intake))
         return client
 
     def tokens(self, *pairs: tuple[int, int]) -> None:
         request_ids = tuple(RequestId(request_id) for request_id, _ in pairs)
-        self.actor.handle(TokensReady(request_ids, tuple(token_id for _, token_id in pairs)))
+        positions = tuple(self.positions[request_id] for request_id, _ in pairs)
+        self.positions.update(request_ids)
+        self.actor.handle(TokensReady(request_ids, tuple(token_id for _, token_id in pairs), positions))
 
     def write(self, request_id: int, text: str) -> None:
         for byte in text.encode():
             self.tokens((request_id, byte))
 
+    def be_told_all_streams(self) -> None:
+        """As intake does at the start, and the scheduler when it is asked."""
+        self.actor.started()
+        (started,) = self.intake.take()
+        assert isinstance(started, DetokenizerStarted)
+        self.actor.handle(Reopened(started.life))
+        assert self.scheduler.take() == [Recall()]
+
     def end(self, request_id: int, reason: FinishReason = FinishReason.LENGTH, error: str = "") -> None:
-        usage = Usage(prompt_tokens=5, cached_tokens=2, output_tokens=100)
+        usage = Usage(prompt_tokens=5, cached_tokens=2, output_tokens=self.positions[request_id])
         self.actor.handle(RequestEnded(RequestId(request_id), reason, usage, 0.25, 3, error))
 
 
@@ -81,12 +114,15 @@ def test_the_end_flushes_held_text_and_forgets_the_stream(stage: Stage) -> None:
     stage.write(1, "go ST")
     stage.tokens((1, 0xC3))
     client.take()
+    stage.intake.take()
     stage.end(1)
-    usage = Usage(prompt_tokens=5, cached_tokens=2, output_tokens=100)
+    usage = Usage(prompt_tokens=5, cached_tokens=2, output_tokens=6)
     assert client.take() == [
         Chunk(RequestId(1), 6, (), "ST\ufffd"),
         End(RequestId(1), FinishReason.LENGTH, usage, 0.25, 3),
     ]
+    assert stage.intake.take() == [Finished((RequestId(1),))]
+    assert stage.scheduler.take() == [Closed((RequestId(1),))]
     stage.tokens((1, 97))
     stage.end(1)
     assert client.take() == []
@@ -109,7 +145,7 @@ def test_a_stop_string_ends_text_and_usage_at_its_last_token(stage: Stage, reaso
     messages = client.take()
     assert shown(messages) == "a "
     assert [message.position for message in messages if isinstance(message, Chunk)] == list(range(6))
-    assert stage.scheduler.take() == [StopMatched(RequestId(1), 6)]
+    assert set(stage.scheduler.take()) == {StopMatched(RequestId(1), 6)}, "said again to one that goes on"
     stage.end(1, reason, error="late")
     usage = Usage(prompt_tokens=5, cached_tokens=2, output_tokens=6)
     assert client.take() == [End(RequestId(1), FinishReason.STOP, usage, 0.25, 3)]
@@ -144,7 +180,7 @@ def test_a_stop_string_completed_by_the_flush_counts(stage: Stage) -> None:
     assert shown(messages) == "a"
     assert isinstance(messages[-1], End)
     assert (messages[-1].reason, messages[-1].usage.output_tokens) == (FinishReason.STOP, 3)
-    assert stage.scheduler.take() == []
+    assert stage.scheduler.take() == [Closed((RequestId(1),))]
 
 
 def test_rule_57_a_token_that_cannot_be_decoded_fails_its_request_alone(stage: Stage) -> None:
@@ -154,7 +190,7 @@ def test_rule_57_a_token_that_cannot_be_decoded_fails_its_request_alone(stage: S
     stage.tokens((1, 999), (2, ord("z")))
     stage.tokens((1, ord("c")), (2, ord("!")))
     assert shown(sound.take()) == "xyz!"
-    assert stage.scheduler.take() == [StopMatched(RequestId(1), 3)]
+    assert set(stage.scheduler.take()) == {StopMatched(RequestId(1), 3)}
     stage.end(1)
     messages = broken.take()
     assert shown(messages) == "ab"
@@ -174,10 +210,10 @@ def test_rule_57_a_flush_that_cannot_be_decoded_fails_its_request_alone() -> Non
 
     calls = 0
     client = Recorder[object]()
-    actor = Detokenizer(fails_at_length_two, Recorder[object]())
+    actor = detokenizer(fails_at_length_two, Recorder[object](), Recorder[object]())
     actor.handle(Open(RequestId(1), ("bc",), 0, client, Recorder[object]()))
-    for byte in b"ab":
-        actor.handle(TokensReady((RequestId(1),), (byte,)))
+    for position, byte in enumerate(b"ab"):
+        actor.handle(TokensReady((RequestId(1),), (byte,), (position,)))
     actor.handle(RequestEnded(RequestId(1), FinishReason.LENGTH, Usage(output_tokens=2), 0.0, 0))
     messages = client.take()
     assert shown(messages) == "ab"
@@ -202,10 +238,113 @@ def test_requests_that_were_never_opened_are_ignored(stage: Stage) -> None:
     assert stage.scheduler.take() == []
 
 
-def test_opening_twice_is_our_bug(stage: Stage) -> None:
+def test_opening_again_changes_nothing(stage: Stage) -> None:
+    client = stage.open(1)
+    stage.write(1, "ab")
+    assert shown(client.take()) == "ab"
+    other = Recorder[object]()
+    stage.actor.handle(Open(RequestId(1), (), 0, other, stage.intake, output=(97,)))
+    assert stage.intake.take() == [Opened(RequestId(1))] * 2
+    stage.write(1, "c")
+    assert client.take() == [Chunk(RequestId(1), 2, (99,), "c")]
+    assert other.take() == []
+
+
+def test_only_the_next_token_is_taken(stage: Stage) -> None:
+    """A scheduler that began from less computes some again; one that is no more had come further."""
+    client = stage.open(1)
+    stage.write(1, "ab")
+    client.take()
+    for position, token_id in ((1, 98), (3, 100), (2, 99), (2, 99), (3, 100)):
+        stage.actor.handle(TokensReady((RequestId(1),), (token_id,), (position,)))
+    assert client.take() == [Chunk(RequestId(1), 2, (99,), "c"), Chunk(RequestId(1), 3, (100,), "d")]
+
+
+def test_a_stream_goes_on_where_it_was(stage: Stage) -> None:
+    client = Recorder[object]()
+    stage.actor.handle(Open(RequestId(1), ("cd",), 0, client, stage.intake, output=tuple(b"abc")))
+    assert shown(client.take()) == "ab"
+    stage.actor.handle(TokensReady((RequestId(1),), (100,), (3,)))
+    assert client.take() == [Chunk(RequestId(1), 3, (100,), "")]
+    assert stage.scheduler.take() == [StopMatched(RequestId(1), 4)]
+
+
+def test_a_new_one_is_told_the_streams_and_recalls_their_histories(stage: Stage) -> None:
+    stage.actor.started()
+    (started,) = stage.intake.take()
+    assert isinstance(started, DetokenizerStarted)
+    one, two, three = stage.open(1), stage.open(2, stop=("c",)), stage.open(3)
+    stage.intake.take()
+    stage.actor.handle(Reopened(started.life + 1))
+    assert stage.scheduler.take() == [], "that was meant for one before"
+    stage.actor.handle(IntakeStarted())
+    assert stage.intake.take() == [started], "the intake that was told may be gone"
+    for _ in range(2):
+        stage.actor.handle(Reopened(started.life))
+    assert stage.scheduler.take() == [Recall()]
+    stage.actor.handle(TokensReady((RequestId(1),), (102,), (5,)))
+    over = RequestEnded(RequestId(3), FinishReason.LENGTH, Usage(4, 0, 2), 0.5, 1)
+    live = ((RequestId(1), tuple(b"abcde")), (RequestId(2), tuple(b"abcde")))
+    stage.actor.handle(Histories(live, ((over, tuple(b"xy")),)))
+    assert shown(one.take()) == "abcde"
+    assert shown(two.take()) == "ab"
+    assert three.take()[-1] == End(RequestId(3), FinishReason.LENGTH, Usage(4, 0, 2), 0.5, 1)
+    assert stage.scheduler.take() == [StopMatched(RequestId(2), 3), Closed((RequestId(3),))]
+    assert stage.intake.take() == [Finished((RequestId(3),))]
+    stage.actor.handle(TokensReady((RequestId(1),), (102,), (5,)))
+    assert one.take() == [Chunk(RequestId(1), 5, (102,), "f")]
+
+
+def test_an_end_waits_for_the_tokens_before_it(stage: Stage) -> None:
+    """It comes from a scheduler that has told them to a detokenizer before."""
+    client = stage.open(1)
+    stage.write(1, "ab")
+    client.take()
+    early = RequestEnded(RequestId(1), FinishReason.LENGTH, Usage(output_tokens=3), 0.0, 0)
+    stage.actor.handle(early)
+    assert client.take() == stage.scheduler.take() == []
+    stage.write(1, "c")
+    stage.actor.handle(early)
+    assert isinstance(client.take()[-1], End)
+
+
+def test_an_end_that_nobody_listens_for_is_closed_once_all_streams_are_known(stage: Stage) -> None:
+    ended = RequestEnded(RequestId(9), FinishReason.LENGTH, Usage(output_tokens=1), 0.0, 0)
+    stage.actor.handle(Histories((), ((ended, (97,)),)))
+    assert stage.scheduler.take() == [], "its stream may be opened yet"
+    stage.be_told_all_streams()
+    stage.actor.handle(ended)
+    stage.actor.handle(Histories((), ((ended, (97,)),)))
+    assert stage.scheduler.take() == [Closed((RequestId(9),), is_ended=False)] * 2
+    assert stage.intake.take() == []
+
+
+def test_streams_are_told_with_all_their_tokens_once_all_are_known(stage: Stage) -> None:
     stage.open(1)
-    with pytest.raises(AssertionError, match="opened twice"):
-        stage.open(1)
+    stage.open(2, stop=("b",))
+    stage.intake.take()
+    stage.actor.handle(TellStreams(stage.intake))
+    assert stage.intake.take() == []
+    stage.be_told_all_streams()
+    stage.write(1, "xy")
+    stage.write(2, "abc")
+    stage.scheduler.take()
+    stage.actor.handle(TellStreams(stage.intake))
+    assert stage.intake.take() == [Streams(((RequestId(1), (120, 121)), (RequestId(2), (97, 98))))]
+    stage.actor.handle(TokensReady((RequestId(2),), (99,), (2,)))
+    assert stage.scheduler.take() == [StopMatched(RequestId(2), 2)], "a new scheduler never heard of it"
+
+
+def test_streams_can_be_forgotten_without_a_word(stage: Stage) -> None:
+    clients = [stage.open(request_id) for request_id in (1, 2, 3)]
+    stage.actor.handle(Abandon(RequestId(1)))
+    stage.actor.handle(Abandon(RequestId(7)))
+    assert stage.actor.request_count == 2
+    stage.actor.handle(Keep((RequestId(3), RequestId(8))))
+    assert stage.actor.request_count == 1
+    for request_id in (1, 2, 3):
+        stage.tokens((request_id, 97))
+    assert [len(client.take()) for client in clients] == [0, 0, 1]
 
 
 def test_what_clients_hear_crosses_a_process_boundary(stage: Stage) -> None:

@@ -29,10 +29,9 @@ from cuelight.actors.executor.stub import StubDevice
 from cuelight.client import Inbox
 from cuelight.config import EngineConfig, EngineOptions, ModelFacts
 from cuelight.ensemble import Ensemble
-from cuelight.kernel import ActorCrashed
-from cuelight.messages.intake import Finished
-from cuelight.messages.request import Conversation, FinishReason, RequestId, Turn, Usage
-from cuelight.testing import END_TOKEN, decode, encode, next_letter, stub_engine
+from cuelight.kernel import ActorCrashed, Fate
+from cuelight.messages.request import Conversation, FinishReason, Turn, Usage
+from cuelight.testing import END_TOKEN, crash, decode, encode, next_letter, stub_engine
 
 NET_SECONDS = 240.0
 """A safety net around everything that waits; no test measures by it."""
@@ -621,7 +620,10 @@ async def test_each_caller_gets_an_exception_of_its_own() -> None:
         {"quantization": "None"},
         {"decoder": "torch"},
         {"decoder": None},
-        {"executor": "process"},
+        {"executor": "remote"},
+        {"restarts_max": -1},
+        {"step_timeout_seconds": 0},
+        {"step_timeout_seconds": float("nan")},
         {"device": 3},
         {"token_budget": 0},
         {"running_max": -1},
@@ -767,24 +769,22 @@ async def test_a_reader_inside_its_loop_hears_that_the_engine_closes() -> None:
         assert {type(end) for end in ends} == {errors.EngineClosed}
 
 
-def crash(engine: Engine) -> None:
-    engine._intake.tell(Finished((RequestId(999_999),)))
-
-
-async def test_a_crash_of_an_actor_reaches_every_client() -> None:
+async def test_a_crash_beyond_what_may_be_reaches_every_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuelight.ensemble.FATE", Fate())
     async with asyncio.timeout(NET_SECONDS):
         engine = stub_engine()
         await engine.start()
         streams = [engine.stream(f"victim {n}", max_tokens=ENDLESS) for n in range(5)]
         await anext(streams[0])
-        crash(engine)
+        crash(engine, "intake")
         ends = await asyncio.gather(*[stream.result() for stream in streams], return_exceptions=True)
         assert {type(end) for end in ends} == {errors.EngineBroken}
         assert len(set(map(id, ends))) == 5
         for end in ends:
             assert isinstance(end.__cause__, ActorCrashed)
-            assert isinstance(end.__cause__.__cause__, AssertionError)
             assert "intake" in str(end)
+        assert engine.health().state == "unavailable"
+        assert "intake" in engine.health().reason
         for _ in range(2):
             with pytest.raises(errors.EngineBroken) as caught:
                 engine.stream("later")
@@ -793,6 +793,8 @@ async def test_a_crash_of_an_actor_reaches_every_client() -> None:
         with pytest.raises(errors.EngineBroken):
             await engine.generate("after stop")
         await engine.stop()
+        assert engine.health().state == "closed"
+        assert "intake" in engine.health().reason
         assert asyncio.all_tasks() == {asyncio.current_task()}
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("cuelight")]
 
@@ -815,12 +817,14 @@ def not_found(_: EngineConfig) -> Ensemble[object]:
     [
         (not_found, errors.ModelUnavailable),
         (ensemble(fail), errors.ModelUnavailable),
-        (ensemble(lambda: StubDevice(0, 16)), errors.EngineBroken),  # a pool that the cache manager stumbles over
+        (ensemble(lambda: StubDevice(10, 16)), errors.EngineBroken),  # with a cache manager that cannot be built
     ],
 )
 async def test_a_start_that_fails_leaves_nothing(
-    gather: Callable[..., Ensemble[object]], error: type[Exception]
+    gather: Callable[..., Ensemble[object]], error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if error is errors.EngineBroken:
+        monkeypatch.setattr("cuelight.ensemble.CacheManager", None)
     before = traces()
     async with asyncio.timeout(NET_SECONDS):
         engine = Engine.from_ensemble("broken", gather)

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,6 +65,25 @@ def test_concurrent_chats_interleave_and_share_their_beginning(run) -> None:
     assert order and cached
     assert order[1].index("C") < order[1].rindex("A"), "the last to start does not wait for the first to end"
     assert 0 < int(cached[1]) < int(cached[2])
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("one_thread")
+def test_an_answer_goes_on_in_the_next_process(run, tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "warm_restart.py"), str(tmp_path / "journal"), "Count to a thousand."]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0) as process:
+        assert process.stdout is not None
+        seen = b""
+        while len(seen) < 20:
+            seen += process.stdout.read(1)
+        process.kill()
+        seen += process.stdout.read()
+    note, text = run("warm_restart.py", str(tmp_path / "journal"), "Nothing new is asked.").split("] ", 1)
+    assert re.match(r"\[request 1 goes on after [1-9]\d* tokens", note)
+    # What was printed and not noted is printed again.
+    begin = next(at for at in range(len(seen) + 1) if text.startswith(seen.decode()[at:]))
+    assert begin > 0, "it does not begin again"
+    assert text.strip()
 
 
 def test_embed_actors_counts_words(run, tmp_path: Path) -> None:

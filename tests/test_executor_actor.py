@@ -14,23 +14,27 @@ import pytest
 from support import FailingDevice, Recorder, Stage, StageAddress, StageContext
 
 from cuelight.actors.executor.actor import Executor
+from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token, stub_host
 from cuelight.kernel import Part, Role, System
-from cuelight.messages.executor import Chunk, ExecuteStep, ExecutorMessage, Row
-from cuelight.messages.observer import LoadFailed, ObserverMessage
+from cuelight.messages.address import Address
+from cuelight.messages.executor import Chunk, ExecuteStep, ExecutorMessage, Report, Row
 from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId, Sampling
-from cuelight.messages.scheduler import ExecutorReady, StepDone, StepFailed
+from cuelight.messages.scheduler import ExecutorFailed, ExecutorLoading, ExecutorReady, StepDone, StepFailed
 
 PROMPT = (5, 6, 7)
+LOADING = ExecutorLoading("loading the model", "executor")
 
 M = TypeVar("M")
 
 
-def step(epoch: int, number: int, reply_to: Recorder[StepDone | StepFailed], *, enters: bool = False) -> ExecuteStep:
+def step(
+    epoch: int, number: int, reply_to: Address[StepDone | StepFailed], life: int, *, enters: bool = False
+) -> ExecuteStep:
     """One row whose prompt is computed in the step it enters in, and which decodes in the others."""
     rows = (Row(RequestId(1), PROMPT, len(PROMPT), 0, (1, 2, 3, 4), Sampling()),) if enters else ()
     chunk = Chunk(RequestId(1), len(PROMPT) if enters else 1)
-    return ExecuteStep(epoch, number, (), rows, (), (chunk,), reply_to)
+    return ExecuteStep(epoch, number, life, (), rows, (), (chunk,), reply_to)
 
 
 def tokens(count: int) -> list[int]:
@@ -41,33 +45,75 @@ def tokens(count: int) -> list[int]:
 
 
 class Staged:
-    """An executor on a stage; the test is its scheduler and its observer."""
+    """An executor on a stage; the test is its scheduler."""
 
     def __init__(self, seed: int, load: Callable[[], StubDevice]) -> None:
         self.stage = Stage(seed)
-        self.scheduler: Recorder[ExecutorReady] = Recorder()
-        self.observer: Recorder[ObserverMessage] = Recorder()
+        self.scheduler: Recorder[ExecutorLoading | ExecutorReady | ExecutorFailed] = Recorder()
         self.replies: Recorder[StepDone | StepFailed] = Recorder()
         self.ref = StageAddress(self.stage, "executor")
-        self.ref.actor = Executor(StageContext(self.stage, self.ref), load, self.scheduler, self.observer)
+        self.ref.actor = Executor(StageContext(self.stage, self.ref), load, self.scheduler)
         self.ref.actor.started()
+        self.life = 0
 
     def settle(self) -> None:
         while self.stage.step():
             pass
+        for message in self.scheduler.messages:
+            if isinstance(message, ExecutorReady):
+                self.life = message.life
 
     def run_steps(self, count: int, epoch: int = 0) -> None:
         for number in range(count):
-            self.ref.tell(step(epoch, number, self.replies, enters=number == 0))
+            self.ref.tell(step(epoch, number, self.replies, self.life, enters=number == 0))
         self.settle()
 
 
 def test_a_loaded_device_is_announced_with_its_pool() -> None:
     staged = Staged(0, lambda: StubDevice(40, 16))
-    assert staged.scheduler.messages == [], "loading is done on a thread, not by the constructor"
+    assert staged.scheduler.take() == [LOADING], "loading is done on a thread, not by the constructor"
     staged.settle()
-    assert staged.scheduler.messages == [ExecutorReady(block_count=40, block_size=16)]
-    assert staged.observer.messages == []
+    (ready,) = staged.scheduler.take()
+    assert isinstance(ready, ExecutorReady)
+    assert (ready.block_count, ready.block_size, ready.executor) == (40, 16, "executor")
+    assert ready.seconds > 0, "which it took"
+
+
+def test_it_reports_how_it_is_whenever_it_is_asked() -> None:
+    staged = Staged(0, lambda: StubDevice(40, 16))
+    report: Report = Report(staged.scheduler)
+    staged.ref.actor.handle(report)
+    staged.settle()
+    staged.ref.actor.handle(report)
+    first, second, ready, again = staged.scheduler.messages
+    assert first == second == LOADING
+    assert isinstance(ready, ExecutorReady) and ready == again
+
+
+def test_each_life_has_a_number_and_leaves_alone_what_is_meant_for_another() -> None:
+    lives = []
+    for seed in (1, 2):
+        staged = Staged(seed, lambda: StubDevice(8, 4))
+        staged.settle()
+        lives.append(staged.life)
+        staged.ref.tell(step(0, 0, staged.replies, staged.life + 1, enters=True))
+        staged.settle()
+        assert staged.replies.take() == []
+        staged.run_steps(2)
+        assert len(staged.replies.messages) == 2
+    assert lives[0] != lives[1]
+
+
+def test_a_lost_device_ends_its_life() -> None:
+    class Lost(StubDevice):
+        def run(self, batch: StubBatch) -> StepDone:
+            raise DeviceLost("a sticky error")
+
+    staged = Staged(0, lambda: Lost(8, 4))
+    staged.settle()
+    with pytest.raises(DeviceLost, match="a sticky error"):
+        staged.run_steps(1)
+    assert staged.replies.messages == [], "whoever watches it hears of its end"
 
 
 def test_what_host_memory_costs_is_announced_and_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -75,20 +121,20 @@ def test_what_host_memory_costs_is_announced_and_logged(caplog: pytest.LogCaptur
     staged = Staged(0, lambda: StubDevice(40, 16, host=host))
     with caplog.at_level(logging.INFO, "cuelight"):
         staged.settle()
-    assert staged.scheduler.messages == [ExecutorReady(40, 16, host)]
+    ready = staged.scheduler.messages[-1]
+    assert isinstance(ready, ExecutorReady) and ready.host == host
     (line,) = [record.getMessage() for record in caplog.records if "device_loaded" in record.getMessage()]
     assert "host_block_count=5 move_seconds=0.25 recompute_seconds=0.125" in line
 
 
 @pytest.mark.parametrize(("error", "text"), [(OSError("no weights"), "no weights"), (KeyError(), "KeyError()")])
-def test_a_failed_load_is_told_to_the_observer_alone(error: Exception, text: str) -> None:
+def test_a_failed_load_is_told(error: Exception, text: str) -> None:
     def load() -> StubDevice:
         raise error
 
     staged = Staged(0, load)
     staged.settle()
-    assert staged.observer.messages == [LoadFailed(text)]
-    assert staged.scheduler.messages == []
+    assert staged.scheduler.messages == [LOADING, ExecutorFailed(text, "executor")]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -179,7 +225,7 @@ def run_copying_steps(seed: int, device: Copier, steps: int = 4) -> tuple[Staged
     for number in range(steps):
         save = BlockCopies(Copying.SAVE, (1,), (number,))
         load = BlockCopies(Copying.LOAD, (number,), (10 + number,))
-        plain = step(0, number, staged.replies, enters=number == 0)
+        plain = step(0, number, staged.replies, staged.life, enters=number == 0)
         staged.ref.tell(msgspec.structs.replace(plain, copies=(save, load)))
     staged.settle()
     return staged, staged.replies.take()
@@ -188,8 +234,7 @@ def run_copying_steps(seed: int, device: Copier, steps: int = 4) -> tuple[Staged
 @pytest.mark.parametrize("seed", range(20))
 def test_a_steps_copies_are_made_in_order_before_it_runs(seed: int) -> None:
     device = Copier()
-    staged, replies = run_copying_steps(seed, device)
-    assert staged.scheduler.messages == [ExecutorReady(20, 4, HostTier(8, 0.0, 1.0))]
+    _, replies = run_copying_steps(seed, device)
     assert device.done == [f"{what} {number}" for number in range(4) for what in ("save", "load", "run")]
     assert [m.token_ids[0] for m in replies if isinstance(m, StepDone)] == tokens(4)
 
@@ -370,15 +415,17 @@ async def test_in_a_system_steps_run_off_the_loop_and_answers_come_in_order() ->
 
     ready: asyncio.Future[ExecutorReady] = asyncio.get_running_loop().create_future()
     answers: asyncio.Queue[StepDone | StepFailed] = asyncio.Queue()
-    scheduler: _Through[ExecutorReady] = _Through(ready.set_result)
+    scheduler: _Through[object] = _Through(
+        lambda message: ready.set_result(message) if isinstance(message, ExecutorReady) else None
+    )
     replies: _Through[StepDone | StepFailed] = _Through(answers.put_nowait)
     role = Role("executor", ExecutorMessage, capacity=16)
-    part = Part(role, lambda context: Executor(context, lambda: Watched(20, 4), scheduler, Recorder()))
+    part = Part(role, lambda context: Executor(context, lambda: Watched(20, 4), scheduler))
     async with asyncio.timeout(60), System([part]) as system:
-        assert (await ready).block_count == 20
+        life = (await ready).life
         for number in range(8):
             fork = BlockCopies(Copying.FORK, (5,), (6,))
-            plain = step(0, number, replies, enters=number == 0)
+            plain = step(0, number, replies, life, enters=number == 0)
             system.find(role).tell(msgspec.structs.replace(plain, copies=(fork,)))
         done = [await answers.get() for _ in range(8)]
     assert [m.token_ids[0] for m in done if isinstance(m, StepDone)] == tokens(8)
@@ -394,16 +441,19 @@ async def test_in_a_system_a_failed_load_and_a_failed_step_are_messages_and_the_
         raise OSError("no weights")
 
     role = Role("executor", ExecutorMessage, capacity=16)
-    part = Part(role, lambda context: Executor(context, broken, address, address))
+    part = Part(role, lambda context: Executor(context, broken, address))
     async with asyncio.timeout(60), System([part], on_failure=told.put_nowait):
-        assert await told.get() == LoadFailed("no weights")
+        assert await told.get() == LOADING
+        assert await told.get() == ExecutorFailed("no weights", "executor")
 
     device = FailingDevice(20, 4, lambda step: step.epoch == 0)  # type: ignore[attr-defined]
-    part = Part(role, lambda context: Executor(context, lambda: device, address, address))
+    part = Part(role, lambda context: Executor(context, lambda: device, address))
     async with asyncio.timeout(60), System([part], on_failure=told.put_nowait) as system:
-        assert isinstance(await told.get(), ExecutorReady)
+        assert await told.get() == LOADING
+        ready = await told.get()
+        assert isinstance(ready, ExecutorReady)
         for epoch in (0, 1):
-            system.find(role).tell(step(epoch, 0, address, enters=True))
+            system.find(role).tell(step(epoch, 0, address, ready.life, enters=True))
         assert isinstance(await told.get(), StepFailed)
         assert isinstance(await told.get(), StepDone)
     assert told.empty()

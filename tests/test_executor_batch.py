@@ -32,6 +32,7 @@ def step(
     return ExecuteStep(
         epoch=epoch,
         step=number,
+        life=0,
         ended=tuple(RequestId(request_id) for request_id in ended),
         rows=rows,
         extensions=tuple(Extension(RequestId(r), tuple(blocks)) for r, blocks in (extensions or {}).items()),

@@ -38,7 +38,7 @@ class Stubbed:
         row = Row(RequestId(1), tuple(token_ids), len(token_ids), computed_tokens, block_ids, Sampling())
         chunk = Chunk(RequestId(1), len(token_ids) - computed_tokens)
         epoch = next(self._steps)
-        step = ExecuteStep(epoch, 0, (), (row,), (), (chunk,), Recorder())
+        step = ExecuteStep(epoch, 0, 0, (), (row,), (), (chunk,), Recorder())
         done = self.device.run(self.device.prepare(step))
         return done.token_ids[0]
 

@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from cuelight import ensemble
 from cuelight.actors.executor import loading
+from cuelight.actors.executor import options as loading_options
 from cuelight.actors.executor.native import build
 from cuelight.actors.executor.native.architecture import Architecture, NotNative, read_architecture
 from cuelight.actors.executor.native.build import NoNativeCode
@@ -478,10 +479,10 @@ def test_torch_is_asked_for_cuda_only_where_there_may_be_a_gpu(
 ) -> None:
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(1) or has_cuda)
-    monkeypatch.setattr(loading, "GPU_FILES", (tmp_path / "none",))
+    monkeypatch.setattr(loading_options, "GPU_FILES", (tmp_path / "none",))
     assert loading._is_cpu("auto") and loading._is_cpu("cpu") and not loading._is_cpu("cuda:1")
     assert not asked
-    monkeypatch.setattr(loading, "GPU_FILES", (tmp_path / "none", tmp_path))
+    monkeypatch.setattr(loading_options, "GPU_FILES", (tmp_path / "none", tmp_path))
     assert loading._is_cpu("auto") is not has_cuda
     assert loading._is_cpu("cpu") and asked == [1]
 
@@ -570,7 +571,7 @@ sampling = Sampling(temperature=0.8, top_k=5, seed=1)
 for step in range(3):
     row = Row(RequestId(1), (5, 6, 7), 3, 0, (1, 2), sampling)
     done = runner.run(runner.prepare(ExecuteStep(
-        epoch=0, step=step, ended=(), rows=() if step else (row,), extensions=(),
+        epoch=0, step=step, life=0, ended=(), rows=() if step else (row,), extensions=(),
         chunks=(Chunk(RequestId(1), 1 if step else 3),), reply_to=None)))
     assert len(done.token_ids) == 1
 heavy = {"torch", "transformers", "tokenizers", "safetensors", "accelerate"} & set(sys.modules)

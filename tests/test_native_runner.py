@@ -117,6 +117,7 @@ class Stepper:
         return ExecuteStep(
             epoch=0,
             step=self._step,
+            life=0,
             ended=tuple(map(RequestId, ended)),
             rows=tuple(rows),
             extensions=(),

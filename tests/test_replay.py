@@ -19,6 +19,7 @@ from cuelight.actors.executor.actor import Executor
 from cuelight.actors.intake.actor import Intake
 from cuelight.actors.scheduler.actor import Scheduler
 from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.workload import Workload
 from cuelight.config import EngineConfig, EngineOptions, ModelFacts
 from cuelight.kernel import (
     OWN,
@@ -43,11 +44,9 @@ from cuelight.kernel.journal import Journal
 from cuelight.kernel.records import Recorded, read_journal
 from cuelight.kernel.replay import Difference, Replay, replay
 from cuelight.messages.cache import Reset
-from cuelight.messages.intake import Finished
-from cuelight.messages.request import RequestId
 from cuelight.replay import Origin, _report, open_journal
 from cuelight.replay import replay as replay_engine
-from cuelight.testing import next_letter, stub_engine
+from cuelight.testing import crash, next_letter, stub_engine
 
 NET_SECONDS = 120
 
@@ -711,15 +710,15 @@ def test_a_scheduler_that_plans_otherwise_differs_at_the_message_it_planned_at(
     served: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     preempting = []
-    preempt = Scheduler._preempt
+    preempt = Workload.preempt
 
-    def remember(self: Scheduler, request: Tracked, why: str) -> None:
+    def remember(self: Workload, request: Tracked, why: str) -> None:
         preempting.append(request.request_id)
         preempt(self, request, why)
         if len(preempting) == 3:
             request.preemptions += 1
 
-    monkeypatch.setattr(Scheduler, "_preempt", remember)
+    monkeypatch.setattr(Workload, "preempt", remember)
     assert replay_engine(str(served), "scheduler") == 1
     out = capsys.readouterr().out
     lines = dict(line.split(": ", 1) for line in out.splitlines()[1:])
@@ -730,14 +729,17 @@ def test_a_scheduler_that_plans_otherwise_differs_at_the_message_it_planned_at(
 
 
 @pytest.mark.parametrize("is_crash", [True, False])
-async def test_an_engine_that_breaks_leaves_a_journal_behind(tmp_path: Path, is_crash: bool) -> None:
+async def test_an_engine_that_breaks_leaves_a_journal_behind(
+    tmp_path: Path, is_crash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cuelight.ensemble.FATE", Fate())
     path = tmp_path / "engine.journal"
     engine = stub_engine(journal=str(path))
     async with asyncio.timeout(NET_SECONDS):
         await engine.start()
         await engine.generate("hello", max_tokens=3)
         if is_crash:
-            engine._intake.tell(Finished((RequestId(99),)))
+            crash(engine, "intake")
             with pytest.raises(errors.EngineBroken):
                 while True:
                     await engine.generate("again", max_tokens=1)
@@ -747,6 +749,22 @@ async def test_an_engine_that_breaks_leaves_a_journal_behind(tmp_path: Path, is_
     assert len(ends) == 5
     assert sum(record.error != "" for record in ends) == is_crash
     assert not reader.is_truncated
+    for actor in ACTORS:
+        assert replay_engine(str(path), actor) == 0
+
+
+async def test_an_engine_that_recovers_can_be_replayed(tmp_path: Path) -> None:
+    """Each life is rehearsed from where it began, also those that were cut short."""
+    path = tmp_path / "engine.journal"
+    async with asyncio.timeout(NET_SECONDS), stub_engine(journal=path) as engine:
+        alone = await engine.generate("hello", max_tokens=40)
+        for actor in ACTORS:
+            stream = engine.stream("hello", max_tokens=40)
+            await anext(stream)
+            crash(engine, actor)
+            assert (await stream.result()).text == alone.text
+    ends = [record for record in read_journal(path) if isinstance(record, Ended)]
+    assert sum(record.error != "" for record in ends) == len(ACTORS)
     for actor in ACTORS:
         assert replay_engine(str(path), actor) == 0
 

@@ -8,7 +8,8 @@ import pytest
 from scheduling import WatchedDevice, explained, finish, scheduler_of
 from support import Core, Stage
 
-from cuelight.actors.scheduler.patience import PATIENCE_FACTOR, PATIENCE_SECONDS, Patience
+from cuelight.actors.scheduler.patience import FACTOR, PATIENCE_SECONDS, RECENT_ANSWERS, Patience
+from cuelight.kernel import Timer
 from cuelight.messages.cache import CacheMessage, Reserve
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.request import Sampling
@@ -71,7 +72,7 @@ def test_nobody_is_awaited_at_rest() -> None:
     core.admit(0, [1, 2, 3], Sampling(max_tokens=4))
     finish(core)
     assert core.stage.clock.seconds < PATIENCE_SECONDS
-    assert all(patience._timer is None for patience in scheduler_of(core)._doubts.values())
+    assert all(patience._timer is None for patience in scheduler_of(core)._work.doubts.values())
 
 
 def test_a_step_that_failed_is_not_waited_for() -> None:
@@ -86,7 +87,7 @@ def test_a_step_that_failed_is_not_waited_for() -> None:
 def test_one_timer_runs_where_a_wake_up_is_heard_after_it_was_given_up() -> None:
     """The timer is over, and before the scheduler hears of it the answer comes and another question goes out."""
     stage = Stage(0)
-    patience = Patience(lambda seconds: stage.after(seconds, lambda: None))
+    patience = Patience(lambda seconds: stage.after(seconds, lambda: None), PATIENCE_SECONDS, PATIENCE_SECONDS)
     patience.asked(0.0)
     patience.answered(PATIENCE_SECONDS)
     patience.asked(PATIENCE_SECONDS)
@@ -96,21 +97,66 @@ def test_one_timer_runs_where_a_wake_up_is_heard_after_it_was_given_up() -> None
     assert not stage._timers
 
 
+class Watch:
+    """A patience, and the seconds after which it wanted to be woken."""
+
+    def __init__(self, least: float, first: float, fixed: float | None = None) -> None:
+        self.due: list[float] = []
+        self._stage = Stage(0)
+        self.patience = Patience(self._wake_after, least, first, fixed)
+
+    def _wake_after(self, seconds: float) -> Timer:
+        self.due.append(seconds)
+        return self._stage.after(seconds, lambda: None)
+
+
 def test_whoever_took_long_before_may_take_longer() -> None:
-    stage = Stage(0)
-    due: list[float] = []
-
-    def wake_after(seconds: float):  # type: ignore[no-untyped-def]
-        due.append(seconds)
-        return stage.after(seconds, lambda: None)
-
-    patience = Patience(wake_after)
+    watch = Watch(30.0, 30.0)
+    patience, due = watch.patience, watch.due
     patience.asked(0.0)
     patience.answered(20.0)
     patience.asked(100.0)
     patience.asked(150.0)
-    assert due == [PATIENCE_SECONDS, PATIENCE_FACTOR * 20.0]
+    assert due == [30.0, FACTOR * 20.0]
     assert patience.silence(250.0) is None and due[-1] == 50.0
     assert patience.silence(300.0) == 200.0 and due[-1] == 200.0
     patience.answered(310.0)
-    assert patience.silence(500.0) is None and due[-1] == PATIENCE_FACTOR * 210.0 - 350.0
+    assert patience.silence(500.0) is None and due[-1] == FACTOR * 210.0 - 190.0, "one after the other"
+
+
+def test_a_larger_question_may_take_longer_in_proportion() -> None:
+    watch = Watch(5.0, 300.0)
+    patience, due = watch.patience, watch.due
+    patience.asked(0.0, 10)
+    assert due == [300.0], "in the first step much is compiled"
+    patience.answered(200.0)
+    for size, seconds in ((10, 2000.0), (40, 8000.0), (1, 2000.0)):
+        patience.asked(1000.0, size)
+        assert due[-1] == seconds
+        patience.give_up()
+
+
+def test_only_recent_answers_count_and_none_of_an_executor_before() -> None:
+    watch = Watch(5.0, 300.0)
+    patience, due = watch.patience, watch.due
+    for number in range(RECENT_ANSWERS + 1):
+        patience.asked(float(1000 * number), 10)
+        patience.answered(1000 * number + (0.1 if number else 100.0))
+        patience.asked(1000 * number + 500.0, 10)
+        assert due[-1] == (1000.0 if number < RECENT_ANSWERS else 5.0)
+        patience.give_up()
+    patience.asked(1e6)
+    patience.begin_again()
+    assert patience.silence(2e6) is None
+    patience.asked(2e6)
+    assert due[-1] == 300.0
+
+
+def test_a_limit_that_is_set_is_the_limit() -> None:
+    watch = Watch(5.0, 300.0, fixed=2.0)
+    for size in (1, 1000):
+        watch.patience.asked(0.0, size)
+        watch.patience.answered(1.5)
+    watch.patience.asked(10.0, 7)
+    assert set(watch.due) == {2.0}
+    assert watch.patience.silence(12.0) == 2.0

@@ -162,6 +162,7 @@ class Driver:
         step = ExecuteStep(
             epoch=self.epoch,
             step=self._step,
+            life=0,
             ended=self._ended,
             rows=tuple(rows),
             extensions=tuple(extensions),

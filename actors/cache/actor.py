@@ -18,12 +18,16 @@ _log = get_logger("cuelight.cache")
 
 
 class CacheManager(Actor[CacheMessage]):
-    """Has no blocks until the first `Reset`. Tells `observer` its figures after each message that changed them."""
+    """Tells `observer` its figures after each message that changed them.
+
+    Has no blocks until the first `Reset`: what comes before was meant for an earlier cache manager, and is ignored.
+    """
 
     def __init__(self, observer: Address[BlockFigures], watermark_fraction: float) -> None:
         self._observer = observer
         self._watermark_fraction = watermark_fraction
         self._tables = Tables(BlockPool(1), 1, watermark_fraction)
+        self._has_blocks = False
         self._evictions_before = 0
         self._tokens_looked_up = 0
         self._tokens_found = 0
@@ -31,6 +35,8 @@ class CacheManager(Actor[CacheMessage]):
         self._told = BlockFigures()
 
     def handle(self, message: CacheMessage) -> None:
+        if not self._has_blocks and not isinstance(message, Reset):
+            return
         match message:
             case Reserve():
                 self._reserve(message)
@@ -67,7 +73,7 @@ class CacheManager(Actor[CacheMessage]):
         copies = self._tables.take_copies()
         for batch in copies:
             self._copied[batch.copying] += len(batch.sources)
-        message.reply_to.tell(scheduler.Granted(tuple(grants), tuple(refused), tuple(deferred), copies))
+        message.reply_to.tell(scheduler.Granted(message.round, tuple(grants), tuple(refused), tuple(deferred), copies))
 
     def _admit(
         self,
@@ -93,6 +99,7 @@ class CacheManager(Actor[CacheMessage]):
             budget -= min(budget, len(admission.token_ids) - grant.cached_tokens)
 
     def _reset(self, message: Reset) -> None:
+        self._has_blocks = True
         self._evictions_before += self._tables.pool.evictions
         pool = BlockPool(message.block_count)
         self._tables = Tables(pool, message.block_size, self._watermark_fraction, message.host)

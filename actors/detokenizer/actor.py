@@ -5,35 +5,57 @@ Owns the streams: position, text and stop strings of each. Knows nothing of bloc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import assert_never
+from dataclasses import dataclass, field
+from typing import TypeAlias, assert_never
 
 import msgspec
 
 from cuelight.actors.detokenizer.stops import StopMatcher
 from cuelight.actors.detokenizer.text import Decode, IncrementalText
 from cuelight.actors.detokenizer.vocabulary import Decoder
-from cuelight.kernel import Actor, get_logger
+from cuelight.kernel import Actor, Context, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.client import Chunk, End
-from cuelight.messages.detokenizer import DetokenizerMessage, Open, RequestEnded, TokensReady
-from cuelight.messages.intake import Opened
+from cuelight.messages.detokenizer import (
+    Abandon,
+    DetokenizerMessage,
+    Histories,
+    IntakeStarted,
+    Keep,
+    Open,
+    Reopened,
+    RequestEnded,
+    TellStreams,
+    TokensReady,
+)
+from cuelight.messages.intake import DetokenizerStarted, Finished, Opened, Streams
 from cuelight.messages.request import FinishReason, RequestId
-from cuelight.messages.scheduler import StopMatched
+from cuelight.messages.scheduler import Closed, Recall, StopMatched
+
+IntakeNews: TypeAlias = DetokenizerStarted | Finished
+"""What intake hears of the detokenizer's own accord."""
+
+_INTERRUPTS = (KeyboardInterrupt, SystemExit)
+"""The whole program is to end. Native code of a tokenizer may raise what is no `Exception`, and means less."""
 
 _log = get_logger("cuelight.detokenizer")
 
 
 @dataclass(slots=True)
 class _Stream:
-    """One client's output. `position` tokens were given; none is taken after a match or a failure."""
+    """One client's output: the tokens it was given. None is taken after a match or a failure."""
 
     client: Address[Chunk | End]
     text: IncrementalText
     stops: StopMatcher
     min_tokens: int
-    position: int = 0
+    token_ids: list[int] = field(default_factory=list)
     error: str = ""
+
+    @property
+    def position(self) -> int:
+        """Where the next token goes."""
+        return len(self.token_ids)
 
     @property
     def over(self) -> bool:
@@ -41,7 +63,7 @@ class _Stream:
 
     def push(self, token_id: int) -> str:
         """Take the next token; return the text to show. A character belongs to the token that completes it."""
-        self.position += 1
+        self.token_ids.append(token_id)
         text = self.text.push((token_id,))
         return text if self.position <= self.min_tokens else self.stops.feed(text)
 
@@ -55,56 +77,142 @@ class _Stream:
 
 
 class Detokenizer(Actor[DetokenizerMessage]):
-    """Turns tokens into text and tells each client its own; tells the scheduler where a stop string ended one."""
+    """Turns tokens into text and tells each client its own; tells the scheduler where a stop string ended one.
 
-    def __init__(self, decode: Decode, scheduler: Address[StopMatched]) -> None:
+    A new one begins with the streams that intake opens again and the tokens that the scheduler remembers. It tells
+    clients again what they have had already, which they leave aside: the same tokens give the same text.
+    """
+
+    def __init__(
+        self,
+        context: Context[DetokenizerMessage],
+        decode: Decode,
+        scheduler: Address[StopMatched | Recall | Closed],
+        intake: Address[IntakeNews],
+    ) -> None:
+        self._life = context.chance.getrandbits(32)
         self._decode = decode
         self._byte_tokens = decode.byte_tokens if isinstance(decode, Decoder) else frozenset[int]()
         self._scheduler = scheduler
+        self._intake = intake
         self._streams: dict[RequestId, _Stream] = {}
+        self._has_all_streams = False
+
+    @property
+    def request_count(self) -> int:
+        """Requests that it still knows of."""
+        return len(self._streams)
+
+    def started(self) -> None:
+        self._intake.tell(DetokenizerStarted(self._life))
 
     def handle(self, message: DetokenizerMessage) -> None:
         match message:
             case TokensReady():
-                for request_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
-                    # A stream that is gone or over may still get the tokens of steps that were already in flight.
-                    stream = self._streams.get(request_id)
-                    if stream is not None and not stream.over:
-                        self._push(request_id, stream, token_id)
+                self._take(message)
             case Open():
                 self._open(message)
             case RequestEnded():
-                stream = self._streams.pop(message.request_id, None)
-                if stream is not None:
-                    _end(stream, message)
+                self._end(message)
+            case Histories():
+                self._recall(message)
+            case Abandon() | Keep() | IntakeStarted() | Reopened() | TellStreams():
+                self._hear_of_streams(message)
             case _:
                 assert_never(message)
 
+    def _hear_of_streams(self, message: Abandon | Keep | IntakeStarted | Reopened | TellStreams) -> None:
+        match message:
+            case Abandon(request_id):
+                self._streams.pop(request_id, None)
+            case Keep(request_ids):
+                kept = frozenset(request_ids)
+                self._streams = {request_id: each for request_id, each in self._streams.items() if request_id in kept}
+            case IntakeStarted():
+                if not self._has_all_streams:
+                    self._intake.tell(DetokenizerStarted(self._life))
+            case Reopened(life):
+                if life == self._life and not self._has_all_streams:
+                    self._has_all_streams = True
+                    self._scheduler.tell(Recall())
+            case TellStreams(reply_to):
+                if self._has_all_streams:  # else it is asked again
+                    streams = self._streams.items()
+                    reply_to.tell(Streams(tuple([(request_id, tuple(each.token_ids)) for request_id, each in streams])))
+            case _:
+                assert_never(message)
+
+    def _take(self, ready: TokensReady) -> None:
+        for request_id, token_id, position in zip(ready.request_ids, ready.token_ids, ready.positions, strict=True):
+            # A stream that is gone may still get the tokens of steps that were already in flight.
+            stream = self._streams.get(request_id)
+            if stream is not None and position == len(stream.token_ids):
+                self._push(request_id, stream, token_id)
+
+    def _recall(self, histories: Histories) -> None:
+        for request_id, token_ids in histories.live:
+            self._catch_up(request_id, token_ids)
+        for ended, token_ids in histories.ended:
+            self._catch_up(ended.request_id, token_ids)
+            self._end(ended)
+
     def _open(self, message: Open) -> None:
-        assert message.request_id not in self._streams, f"request {message.request_id} is opened twice"
-        text = IncrementalText(self._decode, self._byte_tokens)
-        self._streams[message.request_id] = _Stream(message.client, text, StopMatcher(message.stop), message.min_tokens)
-        message.reply_to.tell(Opened(message.request_id))
+        request_id = message.request_id
+        if request_id not in self._streams:
+            text = IncrementalText(self._decode, self._byte_tokens)
+            self._streams[request_id] = _Stream(message.client, text, StopMatcher(message.stop), message.min_tokens)
+        self._catch_up(request_id, message.output)
+        message.reply_to.tell(Opened(request_id))
+
+    def _catch_up(self, request_id: RequestId, token_ids: tuple[int, ...]) -> None:
+        """These are all its tokens so far."""
+        if (stream := self._streams.get(request_id)) is not None:
+            for token_id in token_ids[stream.position :]:
+                self._push(request_id, stream, token_id)
+                if stream.over:
+                    return
 
     def _push(self, request_id: RequestId, stream: _Stream, token_id: int) -> None:
+        was_over = stream.over
+        if was_over:  # of which the scheduler may never have heard
+            self._scheduler.tell(StopMatched(request_id, stream.position))
+            return
         position = stream.position
         try:
             text = stream.push(token_id)
-        except Exception as error:  # a tokenizer that fails on one request must not take the others with it
+        except _INTERRUPTS:
+            raise
+        except BaseException as error:  # a tokenizer that fails on one request must not take the others with it
             stream.error = _decode_error(request_id, error)
             text = stream.stops.finish()
         stream.client.tell(Chunk(request_id, position, (token_id,), text))
         if stream.over:
             self._scheduler.tell(StopMatched(request_id, stream.position))
 
+    def _end(self, ended: RequestEnded) -> None:
+        request_id = ended.request_id
+        stream = self._streams.get(request_id)
+        if stream is None:
+            if self._has_all_streams:  # an end that was told before, but not to everybody
+                self._scheduler.tell(Closed((request_id,), is_ended=False))
+            return
+        if ended.usage.output_tokens > stream.position and not stream.over:
+            return
+        _finish(stream, ended)
+        del self._streams[request_id]
+        self._intake.tell(Finished((request_id,)))
+        self._scheduler.tell(Closed((request_id,)))
 
-def _end(stream: _Stream, ended: RequestEnded) -> None:
+
+def _finish(stream: _Stream, ended: RequestEnded) -> None:
     """Give out the text still held back, then the end. A stop string that matched is why the request ended."""
     text = ""
     if not stream.over:
         try:
             text = stream.finish()
-        except Exception as error:
+        except _INTERRUPTS:
+            raise
+        except BaseException as error:
             stream.error = _decode_error(ended.request_id, error)
             text = stream.stops.finish()
     if text:
@@ -127,6 +235,6 @@ def _end(stream: _Stream, ended: RequestEnded) -> None:
     )
 
 
-def _decode_error(request_id: RequestId, error: Exception) -> str:
+def _decode_error(request_id: RequestId, error: BaseException) -> str:
     _log.error("decode failed", request_id=request_id, error=repr(error))
     return f"the tokenizer could not decode the output: {error!r}"

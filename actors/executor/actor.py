@@ -10,13 +10,12 @@ from typing import Generic, Never, TypeAlias, TypeVar, assert_never
 
 import msgspec
 
-from cuelight.actors.executor.device import Device, Pending
+from cuelight.actors.executor.device import Device, DeviceLost, Pending
 from cuelight.kernel import Actor, Context, Worker, get_logger
 from cuelight.messages.address import Address
-from cuelight.messages.executor import ExecuteStep
-from cuelight.messages.observer import LoadFailed
+from cuelight.messages.executor import ExecuteStep, ExecutorMessage, Report
 from cuelight.messages.request import HostTier
-from cuelight.messages.scheduler import ExecutorReady, StepDone, StepFailed
+from cuelight.messages.scheduler import ExecutorFailed, ExecutorLoading, ExecutorReady, StepDone, StepFailed
 
 B = TypeVar("B")
 
@@ -59,7 +58,13 @@ class _Read(msgspec.Struct, frozen=True, tag=True):
     outcome: StepDone | StepFailed
 
 
-ExecutorInbox: TypeAlias = ExecuteStep | _Loaded | _LoadFailed | _Prepared | _Launched | _Read
+class _Lost(msgspec.Struct, frozen=True, tag=True):
+    """The device is there no longer."""
+
+    error: str
+
+
+ExecutorInbox: TypeAlias = ExecutorMessage | _Loaded | _LoadFailed | _Prepared | _Launched | _Read | _Lost
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,15 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         self,
         context: Context[ExecutorInbox],
         load: Callable[[], Device[B]],
-        scheduler: Address[ExecutorReady],
-        observer: Address[LoadFailed],
+        scheduler: Address[ExecutorLoading | ExecutorReady | ExecutorFailed],
     ) -> None:
         self._load = load
         self._scheduler = scheduler
-        self._observer = observer
+        self._name = context.ref.name
+        self._clock = context.clock
+        self._life = context.chance.getrandbits(32)
+        self._began = 0.0
+        self._state: ExecutorLoading | ExecutorReady | ExecutorFailed = ExecutorLoading("loading the model", self._name)
         self._preparing: Worker[ExecutorInbox] = context.worker("prepare")
         self._running: Worker[ExecutorInbox] = context.worker("device")
         self._reading: Worker[ExecutorInbox] = context.worker("read")
@@ -98,10 +106,14 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         self._copying = False  # and still true after a copy that failed
 
     def started(self) -> None:
+        self._began = self._clock.now()
+        self._scheduler.tell(self._state)
         self._running.submit(self._load_device, done=lambda loaded: loaded, failed=_load_failure)
 
     def handle(self, message: ExecutorInbox) -> None:
         match message:
+            case ExecuteStep(life=life) if life != self._life:
+                log.debug("step_of_another_life", epoch=message.epoch, step=message.step)
             case ExecuteStep():
                 self._preparing.submit(
                     partial(self._prepare, message),
@@ -119,10 +131,17 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
             case _Read(reply_to, outcome):
                 self._unread -= 1
                 reply_to.tell(outcome)
+            case _Lost(error):
+                raise DeviceLost(error)
             case _Loaded(block_count, block_size, host):
-                self._scheduler.tell(ExecutorReady(block_count, block_size, host))
+                seconds = self._clock.now() - self._began
+                self._state = ExecutorReady(block_count, block_size, host, self._life, seconds, self._name)
+                self._scheduler.tell(self._state)
             case _LoadFailed(error):
-                self._observer.tell(LoadFailed(error))
+                self._state = ExecutorFailed(error, self._name)
+                self._scheduler.tell(self._state)
+            case Report(reply_to):
+                reply_to.tell(self._state)
             case _:
                 assert_never(message)
 
@@ -135,7 +154,7 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         self._reading.submit(
             partial(self._read, step) if outcome is None else lambda: outcome,
             done=partial(_Read, step.reply_to),
-            failed=lambda error: _Read(step.reply_to, self._fail(step, error, contents_lost=False)),
+            failed=partial(self._read_failed, step),
         )
 
     def _load_device(self) -> _Loaded:
@@ -172,6 +191,8 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         result: StepDone | StepFailed | Pending[StepDone]
         try:
             result = _void(step) if self._is_void(step) else run()
+        except DeviceLost:
+            raise
         except Exception as error:
             result = self._fail(step, error, contents_lost=False)  # unless a copy fails too
         if isinstance(result, StepDone | StepFailed) and not copies:
@@ -179,8 +200,10 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         self._flights.append(_Flight(copies, result))
         return None
 
-    def _launch_failed(self, step: ExecuteStep, error: Exception) -> _Launched:
+    def _launch_failed(self, step: ExecuteStep, error: Exception) -> _Launched | _Lost:
         """On the device thread."""
+        if isinstance(error, DeviceLost):
+            return _Lost(str(error))
         failed = self._fail(step, error, contents_lost=self._copying)
         return _Launched(step.epoch, step.step, step.reply_to, failed)
 
@@ -191,11 +214,19 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         outcome: StepDone | StepFailed
         try:
             outcome = flight.result if isinstance(flight.result, StepDone | StepFailed) else flight.result.wait()
+        except DeviceLost:
+            raise
         except Exception as error:
             outcome = _void(step) if self._is_void(step) else self._fail(step, error, contents_lost=False)
         if errors:
             return self._fail(step, errors[0], contents_lost=True)
         return _void(step) if self._is_void(step) else outcome
+
+    def _read_failed(self, step: _Launched, error: Exception) -> _Read | _Lost:
+        """On the reading thread."""
+        if isinstance(error, DeviceLost):
+            return _Lost(str(error))
+        return _Read(step.reply_to, self._fail(step, error, contents_lost=False))
 
     def _is_void(self, step: ExecuteStep | _Launched) -> bool:
         epoch, number = self._void

@@ -19,6 +19,10 @@ class Pending(Protocol[R_co]):
         """Block until it is done; its result. Raises what the work raised. Called once."""
 
 
+class DeviceLost(Exception):
+    """Nothing more can be computed on this device, nor with what it holds: only a new executor can."""
+
+
 class Device(Protocol[B]):
     """Steps are prepared in order on one thread, run in the same order on another, and waited for, where there is
     something to wait for, in the same order on a third; so all three may overlap.
@@ -47,4 +51,7 @@ class Device(Protocol[B]):
         """Copy whole blocks. Called before `run` of the step that carries the copies, also if that step is not run."""
 
     def run(self, batch: B) -> StepDone | Pending[StepDone]:
-        """Compute the batch and sample from it. A batch that was prepared may also be dropped, if its step is void."""
+        """Compute the batch and sample from it. A batch that was prepared may also be dropped, if its step is void.
+
+        It, or what waits for its result, raises DeviceLost where no later step can work either.
+        """

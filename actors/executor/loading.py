@@ -5,19 +5,13 @@ Imports torch only where it cannot do without.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from cuelight.actors.executor.batch import Batch
 from cuelight.actors.executor.device import Device
 from cuelight.actors.executor.native import loading as native
-from cuelight.actors.executor.options import CannotLoad, LoadOptions
+from cuelight.actors.executor.options import CannotLoad, LoadOptions, may_have_gpu
 from cuelight.kernel import get_logger
 
 log = get_logger("cuelight.executor")
-
-GPU_FILES = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")))
-"""A Linux machine with a GPU that torch calls CUDA has one of these; to ask torch takes seconds."""
 
 
 def load_device(options: LoadOptions) -> Device[Batch]:
@@ -51,7 +45,7 @@ def _what_is_native(options: LoadOptions) -> str:
 def _is_cpu(device: str) -> bool:
     if device != "auto":
         return device == "cpu"
-    if sys.platform != "win32" and not any(file.exists() for file in GPU_FILES):
+    if not may_have_gpu():
         return True
     import torch
 

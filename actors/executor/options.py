@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 KV_BYTES_MAX_DEFAULT = 2 << 30
 MEMORY_SHARE_DEFAULT = 0.25
+
+GPU_FILES = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")))
+"""A Linux machine with a GPU that torch calls CUDA has one of these; to ask torch takes seconds."""
 
 
 class CannotLoad(Exception):
@@ -70,6 +74,11 @@ class LoadOptions:
             asked = f"{self.host_kv_cache_bytes} bytes of host memory hold no block"
             raise CannotLoad(f"{asked}: one takes {block_bytes} bytes")
         return self.host_kv_cache_bytes // block_bytes
+
+
+def may_have_gpu() -> bool:
+    """Whether it is worth asking torch for one."""
+    return sys.platform == "win32" or any(file.exists() for file in GPU_FILES)
 
 
 def cpu_budget() -> int:

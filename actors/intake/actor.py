@@ -6,26 +6,40 @@ Knows nothing of blocks, tensors or output text.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol, TypeAlias, assert_never
 
 import msgspec
 
 from cuelight.actors.intake.departures import DepartureRate
+from cuelight.actors.intake.ledger import Ledger, Live, Stage
+from cuelight.actors.intake.limits import Limits, check_room
 from cuelight.actors.intake.prompts import check_token_ids, parse_prompt, text_length
 from cuelight.actors.intake.refusal import Refused
 from cuelight.actors.intake.service import check_service
 from cuelight.actors.intake.validation import check_sampling
 from cuelight.kernel import Actor, Context, get_logger
+from cuelight.messages import detokenizer as to_detokenizer
 from cuelight.messages.address import Address
 from cuelight.messages.client import Accepted, ClientMessage, Rejected
-from cuelight.messages.detokenizer import Open, RequestEnded
-from cuelight.messages.intake import Cancel, Finished, IntakeMessage, Opened, Serving, SetTenants, Submit
+from cuelight.messages.detokenizer import Abandon, Keep, Open, Reopened, RequestEnded, TellStreams
+from cuelight.messages.intake import (
+    AllSent,
+    Cancel,
+    DetokenizerStarted,
+    Finished,
+    IntakeMessage,
+    Opened,
+    SchedulerStarted,
+    Serving,
+    SetTenants,
+    Streams,
+    Submit,
+)
 from cuelight.messages.observer import Ready
-from cuelight.messages.request import FinishReason, Prompt, Refusal, RequestId, Sampling, Service, Usage
-from cuelight.messages.scheduler import Abort, Admit
+from cuelight.messages.request import FinishReason, Prompt, Refusal, RequestId, Usage
+from cuelight.messages.scheduler import Abort, Admit, Condemn, IntakeStarted, Remembered, SetPolicy
 
 INLINE_CHARS_MAX: Final = 400
 """Text up to here is tokenized in the handler: about 0.2 ms, less than a thread's round trip under load costs others.
@@ -39,20 +53,6 @@ class Encoder(Protocol):
 
     def encode(self, prompt: Prompt, token_limit: int) -> tuple[int, ...]:
         """The prompt's token ids; safe to call on two threads at once."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """`context_length` counts tokens, prompt and output together; `queue_limit` counts live requests.
-
-    `tenants` are those whose requests are accepted; None is any. Isolated tenants share no prefixes.
-    """
-
-    vocab_size: int
-    context_length: int
-    queue_limit: int
-    tenants: tuple[str, ...] | None = None
-    isolate_tenants: bool = False
 
 
 class _Encoded(msgspec.Struct, frozen=True, tag=True):
@@ -71,40 +71,24 @@ class _EncodeFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 IntakeInbox: TypeAlias = IntakeMessage | _Encoded | _EncodeFailed
-
-
-class _Stage(Enum):
-    ENCODING = auto()
-    OPENING = auto()
-    ADMITTED = auto()
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request in the ledger. It stays there until it is refused, or until the scheduler is done with it."""
-
-    client: Address[ClientMessage]
-    sampling: Sampling
-    service: Service
-    submitted_at: float
-    stage: _Stage = _Stage.ENCODING
-    token_ids: tuple[int, ...] = ()
-    cancelled: bool = False
-    like: RequestId | None = None
-    samples: list[RequestId] = field(default_factory=list)
-    """Other requests with the same prompt, which wait until it has become tokens."""
+ToScheduler: TypeAlias = Admit | Abort | Condemn | SetPolicy | IntakeStarted | Remembered
+ToDetokenizer: TypeAlias = Open | Abandon | Keep | RequestEnded | to_detokenizer.IntakeStarted | Reopened | TellStreams
 
 
 class Intake(Actor[IntakeInbox]):
-    """Validates, tokenizes and counts requests; opens their streams before the scheduler hears of them."""
+    """Validates, tokenizes and counts requests; opens their streams before the scheduler hears of them.
+
+    Its ledger is what a new scheduler and a new detokenizer begin from. A new intake begins with an empty one, and
+    takes no requests until it knows what fits: clients send theirs again once it is `Ready`.
+    """
 
     def __init__(  # whom it knows and what it owns, each of another type
         self,
         context: Context[IntakeInbox],
         encoder: Encoder,
         limits: Limits,
-        scheduler: Address[Admit | Abort],
-        detokenizer: Address[Open | RequestEnded],
+        scheduler: Address[ToScheduler],
+        detokenizer: Address[ToDetokenizer],
         observer: Address[Ready],
     ) -> None:
         self._self = context.ref
@@ -119,7 +103,19 @@ class Intake(Actor[IntakeInbox]):
         self._detokenizer = detokenizer
         self._observer = observer
         self._token_capacity = 0  # until the executor serves
-        self._ledger: dict[RequestId, _Live] = {}
+        self._ledger = Ledger()
+        self._policy: SetPolicy | None = None
+        self._new_scheduler: int | None = None
+        """The life of one that waits until the streams are known."""
+
+    @property
+    def request_count(self) -> int:
+        """Requests that it still knows of."""
+        return len(self._ledger)
+
+    def started(self) -> None:
+        self._scheduler.tell(IntakeStarted())
+        self._detokenizer.tell(to_detokenizer.IntakeStarted())
 
     def handle(self, message: IntakeInbox) -> None:
         match message:
@@ -133,18 +129,46 @@ class Intake(Actor[IntakeInbox]):
                 self._refuse(request_id, Refused(refusal, reason))
             case Opened(request_id):
                 self._opened(request_id)
+            case Finished(request_ids):
+                self._finished(request_ids)
+            case Condemn():
+                self._condemn(message)
             case SetTenants(names):
                 self._tenants = names
-            case Finished(request_ids):
-                self._leaving.note(len(request_ids), self._clock.now())
-                for request_id in request_ids:
-                    live = self._ledger.pop(request_id, None)
-                    assert live is not None and live.stage is _Stage.ADMITTED, f"{request_id} finished unadmitted"
-            case Serving(token_capacity):
-                self._token_capacity = token_capacity
-                self._observer.tell(Ready(token_capacity))
+            case SetPolicy():
+                self._policy = message
+                self._scheduler.tell(message)
+            case Serving():
+                self._serve(message)
+            case AllSent() | DetokenizerStarted() | SchedulerStarted() | Streams():
+                self._hear_of_memory(message)
             case _:
                 assert_never(message)
+
+    def _hear_of_memory(self, message: AllSent | DetokenizerStarted | SchedulerStarted | Streams) -> None:
+        """What others have forgotten, or remember."""
+        match message:
+            case AllSent():
+                if self._token_capacity:  # else it was meant for an intake before
+                    self._detokenizer.tell(Keep(tuple(self._ledger)))
+            case DetokenizerStarted(life):
+                self._open_again(life)
+            case SchedulerStarted(life):
+                self._new_scheduler = life
+                self._detokenizer.tell(TellStreams(self._self))
+            case Streams(histories):
+                if self._new_scheduler is not None:
+                    self._tell_scheduler(self._new_scheduler, histories)
+                    self._new_scheduler = None
+            case _:
+                assert_never(message)
+
+    def _serve(self, serving: Serving) -> None:
+        if serving.context_length is not None:
+            self._limits = replace(self._limits, context_length=serving.context_length)
+        is_first, self._token_capacity = not self._token_capacity, serving.token_capacity
+        if is_first:
+            self._observer.tell(Ready(serving.token_capacity))
 
     @property
     def _token_limit(self) -> int:
@@ -152,34 +176,33 @@ class Intake(Actor[IntakeInbox]):
 
     def _submit(self, submit: Submit) -> None:
         request_id = submit.request_id
-        assert request_id not in self._ledger, f"request {request_id} is submitted twice"
+        if request_id in self._ledger or not self._token_capacity:
+            return  # in the second case it will be sent again
         try:
-            self._check_room()
-            if isinstance(submit.prompt, tuple):
-                self._check_length(len(submit.prompt))  # before millions of ids are looked at one by one
+            if not submit.is_accepted:
+                check_room(len(self._ledger), self._limits.queue_limit, self._leaving)
+                if isinstance(submit.prompt, tuple):
+                    self._limits.check_length(
+                        len(submit.prompt),
+                        self._token_capacity,
+                        # Before millions of ids are looked at one by one.
+                    )
             prompt = parse_prompt(submit.prompt)
             sampling = check_sampling(submit.sampling, self._limits.vocab_size)
-            service = check_service(submit.service, self._tenants)
+            service = check_service(submit.service, None if submit.is_accepted else self._tenants)
         except Refused as refused:
             _reject(submit.reply_to, request_id, refused)
             return
-        live = _Live(submit.reply_to, sampling, service, self._clock.now(), like=submit.like)
+        now = self._clock.now()
+        live = Live(submit.reply_to, sampling, service, now, submit.like, submit.is_accepted, submit.output)
         self._ledger[request_id] = live
         first = None if live.like is None else self._ledger.get(live.like)
-        if first is not None and first.stage is _Stage.ENCODING:
+        if first is not None and first.stage is Stage.ENCODING:
             first.samples.append(request_id)
         elif first is not None and first.token_ids:
             self._encoded(request_id, first.token_ids)
         else:
             self._encode(request_id, prompt)
-
-    def _check_room(self) -> None:
-        if not self._token_capacity:
-            raise Refused(Refusal.QUEUE_FULL, "the engine is still starting")
-        if len(self._ledger) >= self._limits.queue_limit:
-            reason = f"{len(self._ledger)} requests are live, and the queue limit is {self._limits.queue_limit}"
-            excess = len(self._ledger) - self._limits.queue_limit + 1
-            raise Refused(Refusal.QUEUE_FULL, reason, self._leaving.seconds_for(excess))
 
     def _encode(self, request_id: RequestId, prompt: Prompt) -> None:
         work: Callable[[], tuple[int, ...]] = partial(self._encoder.encode, prompt, self._token_limit)
@@ -199,83 +222,99 @@ class Intake(Actor[IntakeInbox]):
     def _encoded(self, request_id: RequestId, token_ids: tuple[int, ...]) -> None:
         live = self._ledger[request_id]
         try:
-            self._check_length(len(token_ids))
+            if not live.is_accepted:
+                self._limits.check_length(len(token_ids), self._token_capacity)
             check_token_ids(token_ids, self._limits.vocab_size)
         except Refused as refused:
             self._refuse(request_id, refused)
             return
-        live.stage = _Stage.OPENING
+        live.stage = Stage.OPENING
         live.token_ids = token_ids
         live.client.tell(Accepted(request_id, len(token_ids)))
-        sampling = live.sampling
-        self._detokenizer.tell(
-            Open(request_id, sampling.stop, sampling.min_tokens, client=live.client, reply_to=self._self)
-        )
+        stop, min_tokens = live.sampling.stop, live.sampling.min_tokens
+        live.open = Open(request_id, stop, min_tokens, live.client, self._self, live.output)
+        self._detokenizer.tell(live.open)
         for sample in live.samples:
             self._encoded(sample, token_ids)
 
-    def _check_length(self, prompt_tokens: int) -> None:
-        """Rule 10: what can never fit, with one token of output, is refused here and does not wait."""
-        if prompt_tokens == 0:
-            raise Refused(Refusal.EMPTY_PROMPT, "the prompt has no tokens")
-        for limit, whose in (
-            (self._limits.context_length, "the model's context"),
-            (self._token_capacity, "the engine's whole block pool"),
-        ):
-            if prompt_tokens + 1 > limit:
-                reason = f"the prompt has {prompt_tokens} tokens and needs one more for output; {whose} holds {limit}"
-                raise Refused(Refusal.PROMPT_TOO_LONG, reason)
-
     def _opened(self, request_id: RequestId) -> None:
-        live = self._ledger[request_id]
-        assert live.stage is _Stage.OPENING, f"request {request_id} was opened twice"
-        if live.cancelled:
-            del self._ledger[request_id]
-            usage = Usage(prompt_tokens=len(live.token_ids))
-            self._detokenizer.tell(RequestEnded(request_id, FinishReason.CANCELLED, usage, 0.0, 0))
-            _log.info("request_finished", request_id=request_id, reason="cancelled", prompt_tokens=usage.prompt_tokens)
+        live = self._ledger.get(request_id)
+        if live is None:
+            # It was opened again for a new detokenizer just as it ended, or by an intake that is no more.
+            self._detokenizer.tell(Abandon(request_id))
             return
-        live.stage = _Stage.ADMITTED
+        if live.stage is not Stage.OPENING:
+            return
+        if live.is_unwanted:
+            live.stage = Stage.CLOSING
+            ending = live.ending(request_id)
+            self._detokenizer.tell(ending)
+            prompt_tokens = ending.usage.prompt_tokens
+            _log.info("request_finished", request_id=request_id, reason=str(ending.reason), prompt_tokens=prompt_tokens)
+            return
+        live.stage = Stage.ADMITTED
         # Streams never wait for tokens that the detokenizer does not expect: it has opened this one.
-        self._scheduler.tell(
-            Admit(
-                request_id,
-                live.token_ids,
-                self._settled(live.sampling),
-                self._token_limit,
-                self._isolated(live.service),
-                live.submitted_at,
-                live.like,
-            )
+        live.admit = Admit(
+            request_id,
+            live.token_ids,
+            self._limits.settled(live.sampling, self._token_limit, self._chance.getrandbits),
+            # One that was accepted by an executor with more room is the scheduler's to fail.
+            max(self._token_limit, len(live.token_ids) + 1),
+            self._limits.isolated(live.service),
+            live.submitted_at,
+            live.like,
+            live.output,
         )
-        live.token_ids = ()  # the scheduler's from here on
+        self._scheduler.tell(live.admit)
 
-    def _isolated(self, service: Service) -> Service:
-        """The same service with a salt that no other tenant can have, where tenants are isolated."""
-        if not self._limits.isolate_tenants:
-            return service
-        salt = f"{len(service.tenant)} {service.tenant} {service.cache_salt}"
-        return msgspec.structs.replace(service, cache_salt=salt)
+    def _tell_scheduler(self, life: int, histories: tuple[tuple[RequestId, tuple[int, ...]], ...]) -> None:
+        """It is new: it knows of no request."""
+        has_served = self._token_capacity > 0
+        self._scheduler.tell(self._ledger.remembered(life, self._policy, histories, has_served=has_served))
 
-    def _settled(self, sampling: Sampling) -> Sampling:
-        """The same sampling with a seed, and without numbers beyond what they can mean here."""
-        max_tokens = min(sampling.max_tokens, self._token_limit)
-        return msgspec.structs.replace(
-            sampling,
-            max_tokens=max_tokens,
-            min_tokens=min(sampling.min_tokens, max_tokens),
-            top_k=sampling.top_k if sampling.top_k < self._limits.vocab_size else 0,
-            seed=self._chance.getrandbits(64) if sampling.seed is None else sampling.seed,
-        )
+    def _open_again(self, life: int) -> None:
+        """The detokenizer is new: it knows of no stream."""
+        for live in self._ledger.values():
+            if live.open is not None:
+                self._detokenizer.tell(live.open)
+        self._detokenizer.tell(Reopened(life))
+        for request_id, live in self._ledger.items():
+            if live.stage is Stage.CLOSING:
+                self._detokenizer.tell(live.ending(request_id))
+        if self._new_scheduler is not None:
+            self._detokenizer.tell(TellStreams(self._self))
+
+    def _finished(self, request_ids: tuple[RequestId, ...]) -> None:
+        for request_id in request_ids:
+            live = self._ledger.get(request_id)
+            if live is None:
+                continue
+            if live.stage in (Stage.ENCODING, Stage.OPENING):
+                # It was sent again just before its end came, to which nothing is left but to close the stream again.
+                live.is_unwanted = True
+            else:
+                del self._ledger[request_id]
+                self._leaving.note(1, self._clock.now())
 
     def _cancel(self, request_id: RequestId) -> None:
         live = self._ledger.get(request_id)
-        if live is None or live.cancelled:
-            return
-        # One that is not admitted yet goes on to the next message about it: its stream is then closed in order.
-        live.cancelled = True
-        if live.stage is _Stage.ADMITTED:
-            self._scheduler.tell(Abort(request_id))
+        if live is None:
+            self._scheduler.tell(Abort(request_id))  # which may have it from an intake before
+        elif not live.is_unwanted:
+            # One that is not admitted yet goes on to the next message about it: its stream is then closed in order.
+            live.is_unwanted = True
+            if live.stage is Stage.ADMITTED:
+                self._scheduler.tell(Abort(request_id))
+
+    def _condemn(self, condemn: Condemn) -> None:
+        live = self._ledger.get(condemn.request_id)
+        if live is not None:
+            live.is_unwanted, live.error = True, condemn.error
+        if live is None or live.stage is Stage.ADMITTED:
+            self._scheduler.tell(condemn)
+        if live is None:  # and whoever has a stream of it ends that
+            ended = RequestEnded(condemn.request_id, FinishReason.FAILED, Usage(), 0.0, 0, condemn.error)
+            self._detokenizer.tell(ended)
 
     def _refuse(self, request_id: RequestId, refused: Refused) -> None:
         live = self._ledger.pop(request_id)

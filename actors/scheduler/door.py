@@ -24,6 +24,8 @@ class Door:
         self._changes_then = 0
         # Another one gave way to it, and still there was no room: nobody else does until one of those that run is gone.
         self._in_vain: Tracked | None = None
+        self.holds_newcomers = False
+        """Whether only those may come in that have been in before."""
 
     def refused(self, request: Tracked | None) -> None:
         """What is free does not suffice for this one; None where it did for all that were tried."""
@@ -46,6 +48,8 @@ class Door:
         """What keeps everybody out, whatever the next step is."""
         if len(running) >= self.running_max:
             return f"{len(running)} requests are running, as many as may"
+        if self.holds_newcomers and not self._waiting.has_returning():
+            return "another model is about to take over, and serves whoever has not begun"
         if self._is_pool_exhausted(running, now):
             return "the blocks that are free do not suffice for the next in line"
         if any(request.suspect for request in running):
@@ -64,6 +68,8 @@ class Door:
         self, running: Collection[Tracked], token_capacity: int, now: float
     ) -> tuple[Tracked, Tracked] | None:
         """Where all seats are taken, or the pool's slots: who may come in for its tenant's share, and who gives way."""
+        if self.holds_newcomers:
+            return None
         seats_are_taken = len(running) >= self.running_max
         if not seats_are_taken and not self._is_pool_exhausted(running, now):
             return None
@@ -83,7 +89,10 @@ class Door:
         turns = self._waiting.turns(running, now)
         sated = self._waiting.sated(running, turns, self._limits.long_prefill_tokens) if turns is not None else ()
         following: list[Tracked] = []
-        for request in self._waiting.head(count + len(self.deferred), without=sated):
+        wanted = len(self._waiting) if self.holds_newcomers else count + len(self.deferred)
+        for request in self._waiting.head(wanted, without=sated):
+            if self.holds_newcomers and not request.preemptions:
+                continue
             # A preempted request comes back only when its tokens in flight have arrived (rule 38).
             if request.pending or len(following) == count:
                 break

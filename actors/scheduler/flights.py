@@ -20,13 +20,19 @@ class Flights:
     """Steps that were sent and not answered, oldest first. An epoch ends when one of its steps fails."""
 
     def __init__(
-        self, to: Address[executor.ExecutorMessage], reply_to: Address[StepDone | StepFailed], steps_max: int
+        self,
+        to: Address[executor.ExecutorMessage],
+        reply_to: Address[StepDone | StepFailed],
+        steps_max: int,
+        first_epoch: int,
     ) -> None:
         self._to = to
         self._reply_to = reply_to
         self._steps_max = steps_max
         self._plans: deque[tuple[int, list[Planned]]] = deque()
-        self._epoch = 0
+        self._epoch = first_epoch
+        self.life = 0
+        """Of the executor that is meant by the steps."""
         self.step = 0
         """The number of the step that was sent last."""
         self._left_batch: list[RequestId] = []
@@ -37,6 +43,10 @@ class Flights:
 
     def __iter__(self) -> Iterator[list[Planned]]:
         return (plan for _, plan in self._plans)
+
+    def send_to(self, to: Address[executor.ExecutorMessage]) -> None:
+        """The next steps are another executor's, which knows of no row."""
+        self._to = to
 
     @property
     def has_room(self) -> bool:
@@ -77,6 +87,7 @@ class Flights:
             executor.ExecuteStep(
                 epoch=self._epoch,
                 step=self.step,
+                life=self.life,
                 ended=tuple(self._left_batch),
                 rows=tuple(rows),
                 extensions=tuple(extensions),
@@ -111,6 +122,14 @@ class Flights:
         self._plans.clear()
         self._epoch += 1
         return plan
+
+    def void(self) -> list[list[Planned]]:
+        """All steps and all that was to be copied are void, as are the blocks; what the steps were to compute."""
+        plans = list(self)
+        self._plans.clear()
+        self._epoch += 1
+        self.begin_epoch(contents_lost=True)
+        return plans
 
     def begin_epoch(self, *, contents_lost: bool) -> None:
         """Nobody is in the batch any more. What was to be copied still is, unless nobody knows what that would be."""

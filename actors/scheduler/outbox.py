@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Never
 
+from cuelight.actors.scheduler.endings import Endings
 from cuelight.actors.scheduler.tracked import Tracked
-from cuelight.kernel import get_logger
+from cuelight.kernel import Role, get_logger
 from cuelight.messages import cache, detokenizer, executor, intake, observer
 from cuelight.messages.address import Address
-from cuelight.messages.request import FinishReason, Usage
+from cuelight.messages.request import FinishReason, RequestId, Usage
+from cuelight.messages.scheduler import Admit
 
 log = get_logger("cuelight.scheduler")
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Whom the scheduler talks to."""
+    """Whom the scheduler talks to, and the roles of those whose deaths it must hear of.
+
+    `kill_executor` ends the executor's life for a reason; None where it lives on threads that nobody can end.
+    """
 
     cache: Address[cache.CacheMessage]
     executor: Address[executor.ExecutorMessage]
     detokenizer: Address[detokenizer.DetokenizerMessage]
     intake: Address[intake.IntakeMessage]
     observer: Address[observer.ObserverMessage]
+    cache_role: Role[Never] | None = None
+    executor_role: Role[Never] | None = None
+    kill_executor: Callable[[str], None] | None = None
 
 
 class Outbox:
     """Blocks to free, ends to announce, figures to publish."""
 
-    def __init__(self, to: Neighbours) -> None:
+    def __init__(self, to: Neighbours, endings: Endings) -> None:
         self._to = to
+        self._endings = endings
         self._released: list[cache.Filled] = []
         self._ends: list[detokenizer.RequestEnded] = []
-        self._told = observer.RequestFigures()
+        self._told: observer.RequestFigures | None = None
         self.counts = {
             "preemptions": 0,
             "finished": 0,
@@ -52,16 +63,39 @@ class Outbox:
             self._to.cache.tell(cache.Release(tuple(self._released)))
             self._released.clear()
 
+    def forget_released(self) -> None:
+        """Whoever would hear of it has lost all blocks."""
+        self._released.clear()
+
+    def tokens(self, sampled: list[tuple[Tracked, int]]) -> None:
+        """Each of these requests has just got this token."""
+        self.flush_released()
+        self._to.detokenizer.tell(
+            detokenizer.TokensReady(
+                tuple([request.request_id for request, _ in sampled]),
+                tuple([token_id for _, token_id in sampled]),
+                tuple([request.output_tokens - 1 for request, _ in sampled]),
+            )
+        )
+
+    def repeat(self, request: Tracked) -> None:
+        """Who admits a request again may have opened a stream for it that has nothing yet."""
+        self._to.detokenizer.tell(detokenizer.Histories(((request.request_id, request.output),), ()))
+
+    def repeat_end(self, request_id: RequestId) -> None:
+        """As `repeat`, of one that has ended."""
+        self._to.detokenizer.tell(detokenizer.Histories((), (self._endings.of(request_id),)))
+
     def end(self, request: Tracked, reason: FinishReason, error: str, now: float) -> None:
         """The request is over."""
         usage = Usage(request.prompt_tokens, request.cached_tokens, request.output_tokens)
         elapsed = now - request.arrived_at
         queued = elapsed if request.queued_seconds is None else request.queued_seconds
-        self._ends.append(
-            detokenizer.RequestEnded(
-                request.request_id, reason, usage, queued, request.preemptions, error, request.running_seconds
-            )
+        ended = detokenizer.RequestEnded(
+            request.request_id, reason, usage, queued, request.preemptions, error, request.running_seconds
         )
+        self._ends.append(ended)
+        self._endings.add(ended, request.output)
         self.counts["finished"] += 1
         self.counts["prompt_tokens"] += usage.prompt_tokens
         self.counts["cached_tokens"] += usage.cached_tokens
@@ -80,13 +114,19 @@ class Outbox:
             **({"error": error} if error else {}),
         )
 
+    def fail(self, admit: Admit, error: str) -> None:
+        """A request that could not even be admitted is over."""
+        usage = Usage(prompt_tokens=len(admit.token_ids))
+        ended = detokenizer.RequestEnded(admit.request_id, FinishReason.FAILED, usage, 0.0, 0, error)
+        self._ends.append(ended)
+        self._endings.add(ended, ())
+
     def announce(self) -> None:
         """Blocks first, so that whoever hears of an end finds them free."""
         self.flush_released()
         if self._ends:
             for end in self._ends:
                 self._to.detokenizer.tell(end)
-            self._to.intake.tell(intake.Finished(tuple(end.request_id for end in self._ends)))
             self._ends.clear()
 
     def publish(self, running: int, waiting: int, steps: int) -> None:

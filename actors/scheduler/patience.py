@@ -1,59 +1,126 @@
-"""Whether a neighbour still answers: names the one that has been silent for longer than anything took before."""
+"""Whether a neighbour still answers: for how long one may be silent is learnt from how long it took before."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from cuelight.kernel import Timer
 
-PATIENCE_SECONDS: Final = 30.0
-"""The least that a neighbour may take."""
+FACTOR: Final = 10.0
+"""A neighbour may take so many times as long as the longest of its recent answers."""
 
-PATIENCE_FACTOR: Final = 10.0
-"""It may also take so many times as long as its longest answer so far."""
+RECENT_ANSWERS: Final = 64
+
+LOOK_SECONDS: Final = 0.001
+"""Between two looks at least, whatever rounding makes of the time that is left."""
+
+PATIENCE_SECONDS: Final = 30.0
+"""The least that the cache manager may take; from there on, people are told."""
+
+STEP_SECONDS: Final = 5.0
+"""The least that the executor may take for a step; from there on, it is replaced, where it can be."""
+
+FIRST_STEP_SECONDS: Final = 300.0
+"""An executor may take so long for its first step, in which much is compiled or captured."""
+
+
+class _Question(NamedTuple):
+    asked_at: float
+    size: int
+
+
+class _Answer(NamedTuple):
+    seconds: float
+    size: int
 
 
 class Patience:
-    """One neighbour's unanswered questions. While there are any, a timer runs; it is not moved for each of them."""
+    """One neighbour's unanswered questions. While there are any, a timer runs; it is not moved for each of them.
 
-    def __init__(self, wake_after: Callable[[float], Timer]) -> None:
+    A question's size is what the answer takes time for; larger ones than those answered may take longer in proportion.
+    `least_seconds` it may always take, and `first_seconds` for the first answer; `fixed_seconds` overrides all that.
+    """
+
+    def __init__(
+        self,
+        wake_after: Callable[[float], Timer],
+        least_seconds: float,
+        first_seconds: float,
+        fixed_seconds: float | None = None,
+    ) -> None:
         self._wake_after = wake_after
-        self._asked: list[float] = []
-        self._longest = 0.0
+        self._least_seconds = least_seconds
+        self._first_seconds = first_seconds
+        self._fixed_seconds = fixed_seconds
+        self._asked: deque[_Question] = deque()
+        self._answers: deque[_Answer] = deque(maxlen=RECENT_ANSWERS)
+        self._longest: _Answer | None = None
+        self._answered_at = 0.0
         self._timer: Timer | None = None
+        self._due = 0.0
 
-    @property
-    def _limit(self) -> float:
-        return max(PATIENCE_SECONDS, PATIENCE_FACTOR * self._longest)
-
-    def asked(self, now: float) -> None:
+    def asked(self, now: float, size: int = 1) -> None:
         """It was asked something."""
-        self._asked.append(now)
+        self._asked.append(_Question(now, size))
         if self._timer is None:
-            self._timer = self._wake_after(self._limit)
+            self._wake(now, self._limit(size))
 
     def answered(self, now: float) -> None:
         """It has answered what it was asked first."""
-        self._longest = max(self._longest, now - self._asked.pop(0))
+        question = self._asked.popleft()
+        answer = _Answer(now - self._since(question), question.size)
+        is_forgotten = len(self._answers) == RECENT_ANSWERS and self._answers[0] is self._longest
+        self._answers.append(answer)
+        if is_forgotten:
+            self._longest = max(self._answers)
+        elif self._longest is None or answer > self._longest:
+            self._longest = answer
+        self._answered_at = now
         if not self._asked:
             self.give_up()
+        elif self._due > now + (limit := self._limit(self._asked[0].size)):
+            self._stop()  # it was set before so much was known of how long it takes
+            self._wake(now, limit)
 
     def give_up(self) -> None:
         """No answer is awaited any more."""
         self._asked.clear()
+        self._stop()
+
+    def begin_again(self) -> None:
+        """There is another one in its place, which has answered nothing yet."""
+        self.give_up()
+        self._answers.clear()
+        self._longest = None
+
+    def silence(self, now: float) -> float | None:
+        """To be called when the timer is over: for how long it has been silent, where that is too long."""
+        self._stop()  # what is heard may be from one that was over just before it was cancelled
+        if not self._asked:
+            return None
+        waited, limit = now - self._since(self._asked[0]), self._limit(self._asked[0].size)
+        is_late = waited >= limit
+        self._wake(now, limit if is_late else max(limit - waited, LOOK_SECONDS))
+        return waited if is_late else None
+
+    def _wake(self, now: float, seconds: float) -> None:
+        self._timer, self._due = self._wake_after(seconds), now + seconds
+
+    def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def silence(self, now: float) -> float | None:
-        """To be called when the timer is over: for how long it has been silent, where that is too long."""
-        if self._timer is not None:
-            self._timer.cancel()  # what is heard may be from one that was over just before it was cancelled
-            self._timer = None
-        if not self._asked:
-            return None
-        waited = now - self._asked[0]
-        is_late = waited >= self._limit
-        self._timer = self._wake_after(self._limit if is_late else self._limit - waited)
-        return waited if is_late else None
+    def _since(self, question: _Question) -> float:
+        """It sees to one question after the other."""
+        return max(question.asked_at, self._answered_at)
+
+    def _limit(self, size: int) -> float:
+        if self._fixed_seconds is not None:
+            return self._fixed_seconds
+        if self._longest is None:
+            return self._first_seconds
+        seconds, most = self._longest
+        return max(self._least_seconds, FACTOR * seconds * max(1.0, size / most))

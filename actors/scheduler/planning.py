@@ -21,7 +21,9 @@ A bare tuple: one is made for each request in each step, and a named one costs a
 class Limits:
     """`token_budget` tokens a step, `running_max` requests with blocks, `steps_in_flight` steps at the executor.
 
-    While others could use the budget, a prompt gets at most `long_prefill_tokens` of a step.
+    While others could use the budget, a prompt gets at most `long_prefill_tokens` of a step. The executor may die
+    `restarts_max` times in a row without a step done, and takes at most `step_timeout_seconds` for one, or, if that is
+    None, as long as the steps before it suggest.
     """
 
     token_budget: int
@@ -29,6 +31,8 @@ class Limits:
     steps_in_flight: int = 2
     long_prefill_tokens: int = 2**63
     admissions_tried_max: int = 64
+    restarts_max: int = 8
+    step_timeout_seconds: float | None = None
 
 
 def plan_step(

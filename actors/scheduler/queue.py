@@ -70,6 +70,10 @@ class Queue:
         """Whether tenants have lanes and are charged."""
         return self._policy.is_fair
 
+    def has_returning(self) -> bool:
+        """Whether any of them has run before."""
+        return any(request.preemptions for request in self._waiting)
+
     def join(self, request: Tracked) -> None:
         """Wait from now on; one that was preempted before those of its lane that never ran."""
         assert request not in self._waiting, "a request waits once"

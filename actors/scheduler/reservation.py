@@ -15,7 +15,7 @@ from cuelight.messages.scheduler import Granted
 class Reservation:
     """Tells the cache manager, with each question, what was computed since the last one."""
 
-    def __init__(self, to: Address[cache.CacheMessage], reply_to: Address[Granted]) -> None:
+    def __init__(self, to: Address[cache.CacheMessage], reply_to: Address[Granted], first_round: int) -> None:
         self._to = to
         self._reply_to = reply_to
         self.asked: dict[RequestId, int] | None = None
@@ -24,6 +24,7 @@ class Reservation:
         """Those of the last one that waited then."""
         self.news = 0
         """What there had been then."""
+        self._round = first_round
         self._prefilled: dict[RequestId, Tracked] = {}
 
     def tell_of(self, request: Tracked) -> None:
@@ -45,11 +46,26 @@ class Reservation:
         self._prefilled.clear()
         admissions = tuple([request.admission() for request in wanted.admitted])
         self._to.tell(
-            cache.Reserve(filled, tuple(wanted.growths), admissions, wanted.token_budget, reply_to=self._reply_to)
+            cache.Reserve(
+                self._round, filled, tuple(wanted.growths), admissions, wanted.token_budget, reply_to=self._reply_to
+            )
         )
 
-    def answered(self) -> dict[RequestId, int]:
-        """The answer has come; what was asked."""
-        asked, self.asked = self.asked, None
-        assert asked is not None, "only what was asked for is granted"
+    def answered(self, answer: Granted) -> dict[RequestId, int] | None:
+        """An answer has come: what was asked, or None where nobody waits for it any more."""
+        if answer.round != self._round:
+            return None
+        asked = self.asked
+        assert asked is not None, "a question is answered once"
+        self._end_round()
         return asked
+
+    def void(self) -> None:
+        """No answer is awaited any more, and nobody holds blocks."""
+        self._end_round()
+        self.courted.clear()
+        self._prefilled.clear()
+
+    def _end_round(self) -> None:
+        self.asked = None
+        self._round += 1

@@ -18,7 +18,8 @@ class Tracked:
     scheduled   [ K/V confirmed or being computed …… ]
     capacity    [ slots in its block table ……………………………… ]
     ```
-    `incarnation` counts how often it lost its blocks, so that what was asked for before is told from what is held now.
+    `incarnation` counts how often it lost its blocks, so that what was asked for before is told from what is held now;
+    no two requests have one in common, for one that was over may be admitted again.
     """
 
     __slots__ = (
@@ -30,10 +31,14 @@ class Tracked:
         "capacity",
         "charged_tokens",
         "computed",
+        "crashes",
         "deadline",
+        "has_failed",
         "in_batch",
         "incarnation",
+        "is_over",
         "is_sheltered",
+        "kills_alone",
         "like",
         "number",
         "output_limit",
@@ -47,6 +52,7 @@ class Tracked:
         "running",
         "running_seconds",
         "salt",
+        "sampled_since_crash",
         "sampling",
         "scheduled",
         "service",
@@ -65,7 +71,7 @@ class Tracked:
         self.arrived_at = admit.submitted_at
         self.queue_deadline = _after(self.arrived_at, admit.service.queue_seconds)
         self.deadline = _after(self.arrived_at, admit.service.deadline_seconds)
-        self.token_ids = list(token_ids)
+        self.token_ids = [*token_ids, *admit.output]
         self.prompt_tokens = len(token_ids)
         self.output_limit = min(sampling.max_tokens, admit.token_limit - len(token_ids))
         self.token_limit = len(token_ids) + self.output_limit
@@ -79,12 +85,26 @@ class Tracked:
         self.cached_tokens = 0
         # So many tokens of the prompt its tenant has been charged for, or was given by the cache.
         self.charged_tokens = 0
-        self.preemptions = 0
+        # One that goes on from an earlier time comes before those that have nothing yet, as if it had been preempted.
+        self.preemptions = 1 if admit.output else 0
+        # Whether it runs alone until it has sampled; and whether that is because it was part of a failed step.
         self.suspect = False
-        self.incarnation = 0
+        self.has_failed = False
+        # How often the executor died while it ran, and how often by a kill from outside while it ran alone; until it
+        # has sampled some tokens since.
+        self.crashes = 0
+        self.kills_alone = 0
+        self.sampled_since_crash = 0
+        self.incarnation = number << 32
+        self.is_over = False
         self.pending = 0
         self._admission: Admission | None = None
         self._lose_blocks()
+
+    def limit_to(self, token_limit: int) -> None:
+        """It may hold no more than so many tokens, but for one of output, without which it could not end."""
+        self.token_limit = max(min(self.token_limit, token_limit), self.prompt_tokens + 1)
+        self.output_limit = self.token_limit - self.prompt_tokens
 
     def _lose_blocks(self) -> None:
         self.running = False
@@ -102,6 +122,11 @@ class Tracked:
     def output_tokens(self) -> int:
         """Known output tokens."""
         return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """The known output tokens themselves."""
+        return tuple(self.token_ids[self.prompt_tokens :])
 
     @property
     def need(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias, assert_never, assert_type
 
 import cuelight.testing
-from cuelight import Chat, Chunk, Engine, EngineError, EngineStats, Result, Stream, model_path
+from cuelight import Chat, Chunk, Engine, EngineError, EngineStats, Health, Result, Stream, model_path
 from cuelight.config import EngineOptions, RequestOptions, SamplingOptions
 from cuelight.errors import DeadlineExceeded, EngineUnavailable, QueueFull, RequestFailed, RequestRejected
 from cuelight.kernel import (
@@ -47,6 +47,7 @@ async def engine_api(engine: Engine) -> None:
     assert_type(await engine.generate("text", stop=["a", "b"], stop_token_ids=[2], ignore_eos=True), Result)
     assert_type(await engine.generate_many(["a", [1, 2]], progress=True, min_tokens=1), list[Result])
     assert_type(engine.stats(), EngineStats)
+    assert_type(engine.health(), Health)
     assert_type(engine.stats().blocks_free, int)
     assert_type(engine.chat(system="brief", max_tokens=8), Chat)
     assert_type(cuelight.testing.stub_engine(queue_limit=3), Engine)
@@ -71,6 +72,11 @@ async def start_and_stop(path: Path) -> None:
     engine = Engine(path, progress=True, dtype="float32", block_count=None)
     await engine.start()
     await engine.stop()
+    assert_type(await engine.drain(30), int)
+    await engine.reload(path, running="recompute")
+    await engine.reload("name", running="now")  # type: ignore[arg-type]  # one of two
+    assert_type(engine.resume(3, 7, tenant="a"), Stream)
+    assert_type(engine.unclaimed, tuple[int, ...])
     async with Engine() as opened:
         assert_type(opened, Engine)
     assert_type(model_path("name"), Path)

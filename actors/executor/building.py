@@ -1,0 +1,31 @@
+"""How an executor comes to be, wherever it lives: functions that another process can import. Loads nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from cuelight.actors.executor.actor import Executor, ExecutorInbox
+from cuelight.actors.executor.device import Device
+from cuelight.kernel import Context, Role
+from cuelight.messages.scheduler import SchedulerMessage
+
+if TYPE_CHECKING:
+    from cuelight.actors.executor.batch import Batch
+    from cuelight.actors.executor.options import LoadOptions
+
+B = TypeVar("B")
+
+
+def build_executor(
+    load: Callable[[], Device[B]], scheduler: Role[SchedulerMessage], context: Context[ExecutorInbox]
+) -> Executor[B]:
+    """The executor of this life, whose device `load` gives. With `load` bound to a function of a module, picklable."""
+    return Executor(context, load, context.find(scheduler))
+
+
+def load_model(options: LoadOptions) -> Device[Batch]:
+    """The model on its device. Imports whatever decodes it only now. Blocks. Raises CannotLoad."""
+    from cuelight.actors.executor import loading
+
+    return loading.load_device(options)

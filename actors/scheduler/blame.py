@@ -1,0 +1,65 @@
+"""Who brought the executor down: requests that were with it each time, until one of them was alone with it.
+
+A request is with it if a step in flight computes it. Whoever was, twice, runs alone until it has sampled some tokens;
+then its next one is its own. A kill from outside says little: operators and the system's memory killer hit anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from cuelight.actors.scheduler.planning import Planned
+from cuelight.actors.scheduler.tracked import Tracked
+
+CRASHES_BEFORE_ALONE: Final = 2
+"""Present in so many deaths, a request runs alone."""
+
+KILLS_ALONE_MAX: Final = 3
+"""So many deaths by a kill from outside, each while it ran alone, are laid at its door."""
+
+TOKENS_OF_INNOCENCE: Final = 2
+"""After so many more tokens a request has nothing to do with what happened before."""
+
+_FROM_OUTSIDE: Final = ("SIGKILL", "SIGTERM", "it was killed", "SimulatedKill")
+
+
+def is_from_outside(error: str) -> bool:
+    """Whether this end of a life was somebody's wish: what killed it says nothing of what it was computing."""
+    return any(sign in error for sign in _FROM_OUTSIDE)
+
+
+def blame(present: Iterable[Tracked], *, from_outside: bool) -> Tracked | None:
+    """The executor died with these requests' steps in flight: who is at fault beyond doubt, if anybody is."""
+    suspects = list(dict.fromkeys(present))
+    for request in suspects:
+        request.crashes += 1
+        request.sampled_since_crash = 0
+        request.suspect = request.suspect or request.crashes >= CRASHES_BEFORE_ALONE
+    if len(suspects) != 1 or suspects[0].crashes <= CRASHES_BEFORE_ALONE:
+        return None
+    (alone,) = suspects
+    if not from_outside:
+        return alone
+    alone.kills_alone += 1
+    return alone if alone.kills_alone >= KILLS_ALONE_MAX else None
+
+
+def may_fly(plan: Sequence[tuple[Tracked, int]], flights: Iterable[Sequence[Planned]]) -> bool:
+    """Whether this step may go to the executor beside those that are there: who runs alone is alone in all of them."""
+    passengers = [plan[0][0], *[step[0][0] for step in flights]]  # for one who runs alone is the only one of its step
+    if any(each.suspect and each.crashes >= CRASHES_BEFORE_ALONE for each in passengers):
+        return len(set(passengers)) == 1
+    return True
+
+
+def sampled(request: Tracked) -> None:
+    """It has a new token: a step with it went well."""
+    request.has_failed = False
+    if not request.crashes:
+        request.suspect = False
+        return
+    request.sampled_since_crash += 1
+    if request.sampled_since_crash >= TOKENS_OF_INNOCENCE:
+        request.crashes = request.kills_alone = 0
+        request.suspect = False

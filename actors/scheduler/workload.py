@@ -1,0 +1,398 @@
+"""The scheduler's work: the requests that wait and those that run, and the next step of the latter.
+
+One planning round is Reserve → Granted → ExecuteStep, or ExecuteStep alone when no blocks are wanted. Up to
+`steps_in_flight` steps run or wait at the executor, so planning hides behind the device's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from cuelight.actors.scheduler import blame
+from cuelight.actors.scheduler.chronicle import Chronicle
+from cuelight.actors.scheduler.deadlines import Deadlines
+from cuelight.actors.scheduler.door import Door
+from cuelight.actors.scheduler.endings import Endings
+from cuelight.actors.scheduler.flights import Flights
+from cuelight.actors.scheduler.outbox import Neighbours, Outbox
+from cuelight.actors.scheduler.patience import FIRST_STEP_SECONDS, PATIENCE_SECONDS, STEP_SECONDS, Patience
+from cuelight.actors.scheduler.planning import Limits, stop_reason
+from cuelight.actors.scheduler.policy import OUTPUT_TOKEN_COST, policy_of
+from cuelight.actors.scheduler.queue import Queue
+from cuelight.actors.scheduler.reservation import Reservation
+from cuelight.actors.scheduler.rounds import Rounds
+from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.kernel import Context, Timer, get_logger
+from cuelight.messages import cache
+from cuelight.messages.request import FinishReason, RequestId
+from cuelight.messages.scheduler import (
+    Admit,
+    ExecutorReady,
+    Explanation,
+    Grant,
+    Granted,
+    SchedulerMessage,
+    SetPolicy,
+    StepDone,
+    StepFailed,
+    StopMatched,
+)
+
+DEADLINES: Final = "deadlines"
+CACHE: Final = "cache manager"
+EXECUTOR: Final = "executor"
+REPORT: Final = "executor that was asked for a report"
+
+log = get_logger("cuelight.scheduler")
+
+
+class Workload:
+    """Decodes first, then prefill, under one token budget; whom to serve next and whom to preempt is the policy's.
+
+    Nothing is planned while there is no pool, nor before it is open. `on_step` is called with the time of each step
+    that is done, `wake_after` makes a timer that wakes the scheduler to see to something.
+    """
+
+    def __init__(
+        self,
+        context: Context[SchedulerMessage],
+        limits: Limits,
+        eos_token_ids: frozenset[int],
+        neighbours: Neighbours,
+        policy: SetPolicy,
+        wake_after: Callable[[str], Callable[[float], Timer]],
+        on_step: Callable[[float], None],
+    ) -> None:
+        self.limits = limits
+        self.eos_token_ids = eos_token_ids
+        self.pool: ExecutorReady | None = None
+        self.is_open = False
+        self.requests: dict[RequestId, Tracked] = {}
+        self.waiting = Queue(policy_of(policy))
+        self.running: dict[RequestId, Tracked] = {}
+        self.door = Door(limits, self.waiting)
+        # No answer to an earlier life's steps and questions is taken for one to this life's.
+        first_epoch, first_round = context.chance.getrandbits(48), context.chance.getrandbits(48)
+        self.flights = Flights(neighbours.executor, context.ref, limits.steps_in_flight, first_epoch)
+        self.endings = Endings()
+        self.outbox = Outbox(neighbours, self.endings)
+        self.deadlines = Deadlines(wake_after(DEADLINES))
+        self.chronicle = Chronicle()
+        self.reservation = Reservation(neighbours.cache, context.ref, first_round)
+        self.doubts = _doubts(wake_after, limits, can_kill=neighbours.kill_executor is not None)
+        self._now = context.clock.now
+        self.rounds = Rounds(limits, self.waiting, self.door, self.chronicle, self._now)
+        self._cache = neighbours.cache
+        self._on_step = on_step
+        self._arrivals = 0
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether anything may be planned."""
+        return self.pool is not None and self.is_open
+
+    def publish(self) -> None:
+        """The figures, if they have changed."""
+        self.outbox.publish(len(self.running), len(self.waiting), self.flights.step)
+
+    # Requests come, wait, and leave.
+
+    def join(self, admit: Admit) -> Tracked | None:
+        """A request has come; None for one that is known, of which the detokenizer is told again what it may lack."""
+        if (known := self.requests.get(admit.request_id)) is not None:
+            self.outbox.repeat(known)
+            return None
+        if admit.request_id in self.endings:
+            self.outbox.repeat_end(admit.request_id)
+            return None
+        request = Tracked(self._arrivals, admit)
+        self._arrivals += 1
+        self.requests[admit.request_id] = request
+        self.waiting.join(request)
+        self.deadlines.add(request, self._now())
+        return request
+
+    def end_if_complete(self, request: Tracked) -> None:
+        """Of one that goes on from an earlier time, all that is missing may be the word that it has ended."""
+        output = request.output
+        if output and (reason := stop_reason(request, output[-1], self.eos_token_ids)) is not None:
+            self.end(request, reason)
+
+    def stop_matched(self, matched: StopMatched) -> None:
+        """A stop string has ended a text."""
+        stopped = self.requests.get(matched.request_id)
+        # A scheduler before may have said more than this one knows: then it will be told again once it has come so far.
+        if stopped is not None and matched.output_tokens <= stopped.output_tokens:
+            stopped.stop_at(matched.output_tokens)
+            self.end(stopped, FinishReason.STOP)
+
+    def expire(self, request: Tracked) -> None:
+        """One of its deadlines has come; it may be over, or running by now."""
+        if request.is_over:
+            return
+        now = self._now()
+        if now >= request.deadline:
+            self.end(request, FinishReason.EXPIRED, "its deadline has passed")
+        elif now >= request.queue_deadline and request.queued_seconds is None:
+            self.end(request, FinishReason.EXPIRED, f"it has waited for {request.service.queue_seconds} s")
+
+    def explain(self, request_id: RequestId) -> Explanation:
+        """What has become of a request."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return self.chronicle.ended(request_id)
+        return self.chronicle.explain(request, "running" if request.running else "waiting")
+
+    def end_if_live(self, request_id: RequestId, reason: FinishReason, error: str = "") -> None:
+        """This request is over, unless it was before."""
+        if (request := self.requests.get(request_id)) is not None:
+            self.end(request, reason, error)
+
+    def end(self, request: Tracked, reason: FinishReason, error: str = "") -> None:
+        """This request is over."""
+        now = self._now()
+        del self.requests[request.request_id]
+        request.is_over = True
+        self.deadlines.forget(request)
+        self.door.deferred.forget(request)
+        if request.running:
+            self._give_back(request)
+            request.stop_running(now)
+            self.door.reopen(request)
+        else:
+            self.waiting.leave(request)
+        self.chronicle.end(request, str(reason), error, now)
+        self.outbox.end(request, reason, error, now)
+
+    # What a step gave.
+
+    def step_done(self, done: StepDone) -> None:
+        """The oldest step in flight has been computed."""
+        if (plan := self.flights.landed(done)) is None:
+            return
+        now = self._now()
+        self.doubts[EXECUTOR].answered(now)
+        self._on_step(now)
+        planned: dict[RequestId, Tracked] = {}
+        for request, token_count, incarnation in plan:
+            planned[request.request_id] = request
+            if request.incarnation == incarnation and request.running:
+                request.computed += token_count
+                if request.computed <= request.prefill_tokens:
+                    self.reservation.tell_of(request)
+                    self.waiting.charge_prompt(request)
+                    self.door.reopen(request)  # others may share what was just computed
+        for request_id, reason in done.failed:
+            self._fail(planned[request_id], reason)
+        sampled: list[tuple[Tracked, int]] = []
+        for request_id, token_id in zip(done.request_ids, done.token_ids, strict=True):
+            # A request that ended while this step ran has no use for its token (rule 45), nor has one that came since.
+            if not (given := planned[request_id]).is_over:
+                sampled.append((given, token_id))
+                self._append(given, token_id)
+        if sampled:
+            self.outbox.tokens(sampled)
+
+    def _append(self, request: Tracked, token_id: int) -> None:
+        request.pending -= 1
+        request.token_ids.append(token_id)
+        blame.sampled(request)
+        self.waiting.charge(request, OUTPUT_TOKEN_COST)
+        if (reason := stop_reason(request, token_id, self.eos_token_ids)) is not None:
+            self.end(request, reason)
+
+    def _fail(self, request: Tracked, error: str) -> None:
+        if not request.is_over:
+            self.end(request, FinishReason.FAILED, error)
+
+    def step_failed(self, failed: StepFailed) -> None:
+        """Void every step of the epoch and recompute; a request whose step fails when it runs alone is at fault."""
+        if (plan := self.flights.failed(failed)) is None:
+            return
+        self.doubts[EXECUTOR].give_up()
+        log.warning("step_failed", epoch=failed.epoch, step=failed.step, requests=len(plan), error=failed.error)
+        for request in self.requests.values():
+            request.pending = 0
+        for request, _, _ in plan:
+            if request.has_failed:
+                self._fail(request, failed.error)
+            request.has_failed = request.suspect = True
+        for request in reversed(list(self.running.values())):
+            self.preempt(request, "a step failed")
+        self.flights.begin_epoch(contents_lost=failed.contents_lost)
+        if failed.contents_lost:
+            self.lose_blocks("a step failed")
+            self.reset_cache()
+
+    # The next step.
+
+    def plan(self, *, admit: bool) -> None:
+        """Send the next step, or first ask for the blocks it wants."""
+        running = self.running.values()
+        while self.is_serving and self.reservation.asked is None and self.flights.has_room:
+            usurper = self._usurp() if admit else None
+            following = self.rounds.next(running, admit=admit, usurper=usurper)
+            if following.growths or following.admitted:
+                self.doubts[CACHE].asked(self._now())
+                self.reservation.ask(following, self.running, self.door.deferred.news)
+            elif following.plan and blame.may_fly(following.plan, self.flights):
+                self._execute(following.plan)
+            else:
+                return
+
+    def _usurp(self) -> Tracked | None:
+        """Who takes the place of another one for its tenant's share: the other one is preempted (one a round)."""
+        pair = self._usurpation()
+        if pair is None or not self.rounds.has_tokens_left(self.running.values(), without=pair[1]):
+            return None
+        usurper, victim = pair
+        usurper.is_sheltered = True
+        self.preempt(victim, f"tenant {usurper.service.tenant!r} has less than its share")
+        self.outbox.flush_released()
+        return usurper
+
+    def _usurpation(self) -> tuple[Tracked, Tracked] | None:
+        if self.pool is None:
+            return None
+        return self.door.usurpation(self.running.values(), token_capacity(self.pool), self._now())
+
+    def _execute(self, plan: list[tuple[Tracked, int]]) -> None:
+        token_count = sum([count for _, count in plan])
+        self.outbox.counts["scheduled_tokens"] += token_count
+        self.outbox.counts["budget_tokens"] += self.limits.token_budget
+        self.doubts[EXECUTOR].asked(self._now(), token_count)
+        self.flights.send(plan)
+
+    def granted(self, granted: Granted) -> None:
+        """Blocks are there, or are not."""
+        if (asked := self.reservation.answered(granted)) is None:
+            return
+        self.doubts[CACHE].answered(self._now())
+        self.flights.copy(granted.copies)
+        for grant in granted.grants:
+            self._take(grant, asked[grant.request_id])
+        is_stale = self.door.deferred.news != self.reservation.news
+        for request_id in granted.deferred:
+            self._defer(request_id, is_stale=is_stale)
+        short = [r for i in granted.refused if (r := self.requests.get(i)) and r.incarnation == asked[i]]
+        if any(request.running for request in short):
+            self.preempt(self.waiting.victim(self.running.values()), "another one needed blocks to go on")
+            self.outbox.flush_released()
+            # Whoever was just evicted must not be let in again by the same round (rule 2).
+            self.plan(admit=False)
+            return
+        self.door.refused(short[0] if short and not is_stale else None)
+        if short and self._usurpation() is not None:
+            self.plan(admit=True)
+            return
+        if short and short[0].is_sheltered and not is_stale:
+            self.door.gave_way_in_vain(short[0])
+        # If all that were tried have been set aside, the next in line are tried before they lose their turn.
+        if short or not granted.deferred or self.reservation.courted - set(granted.deferred):
+            self._run_what_fits()
+        if short and not is_stale and not self.running and not self.flights:
+            # Nothing runs, so every block is free, and still it does not fit: it never will (rule 11).
+            self.end(short[0], FinishReason.FAILED, "the request does not fit the block pool")
+            self.door.refused(None)  # for the next one the pool may do
+
+    def _take(self, grant: Grant, incarnation: int) -> None:
+        """Blocks are there for a request, if it still is."""
+        request = self.requests.get(grant.request_id)
+        if request is None or request.incarnation != incarnation:
+            if grant.request_id in self.reservation.courted:
+                # It ended while it waited, so nobody has released what it is given now.
+                self.outbox.release(cache.Filled(grant.request_id, grant.cached_tokens, ()))
+                self.door.reopen(None)
+            return  # one that ended or lost its blocks while it ran was released behind our asking
+        if not request.running:
+            now = self._now()
+            self.waiting.leave(request)
+            self.running[request.request_id] = request
+            self.chronicle.note(request, "admitted", f"{grant.cached_tokens} tokens were cached", now)
+            self.chronicle.obstacle("", now)
+            request.admit(grant.cached_tokens, now)
+        request.extend(grant.block_ids, grant.token_capacity)
+
+    def _defer(self, request_id: RequestId, *, is_stale: bool) -> None:
+        """Set a request aside until what it shares with a running one is computed, if that is still to be done."""
+        if (request := self.requests.get(request_id)) is None or self.pool is None:
+            return
+        request.is_sheltered = False
+        if self.door.deferred.add(request, self.running.values(), self.pool.block_size, is_stale=is_stale):
+            why = "a running request is computing the prefix they share"
+            self.chronicle.note(request, "deferred", why, self._now())
+
+    def _run_what_fits(self) -> None:
+        plan = self.rounds.planned(self.running.values(), others_wait=False)
+        plan = [(request, count) for request, count in plan if request.scheduled + count <= request.capacity]
+        if plan and blame.may_fly(plan, self.flights):
+            self._execute(plan)
+
+    def see_that_something_moves(self) -> None:
+        """Rule 11: while anything is left to do, a step runs or blocks are asked for; else one request is given up."""
+        while self.is_serving and self.requests and self.reservation.asked is None and not self.flights:
+            stuck = next(iter(self.running.values()), None) or self.waiting.head(1)[0]
+            obstacle = self.door.obstacle(self.running.values(), self.limits.token_budget, self._now())
+            why = obstacle or ("all wait for a prefix" if self.door.deferred else "no step can be planned")
+            reason = f"nothing moves, and {len(self.requests)} requests are live: {why}"
+            log.error("stalled", request_id=stuck.request_id, reason=reason, running=len(self.running))
+            self.end(stuck, FinishReason.FAILED, reason)
+            self.door.reopen(None)
+            self.outbox.announce()
+            self.plan(admit=True)
+
+    # Losing blocks, for a while or for good.
+
+    def preempt(self, request: Tracked, why: str) -> None:
+        """Back to the front of the queue, all tokens kept, all blocks freed (rules 34 to 37)."""
+        now = self._now()
+        self.chronicle.note(request, "preempted", why, now)
+        self._give_back(request)
+        request.evict(now)
+        self.door.reopen(request)
+        request.preemptions += 1
+        self.outbox.counts["preemptions"] += 1
+        self.waiting.join(request)
+
+    def _give_back(self, request: Tracked) -> None:
+        del self.running[request.request_id]
+        self.outbox.release(request.filled())
+        self.reservation.leave(request)
+        self.flights.leave(request)
+
+    def lose_blocks(self, why: str) -> None:
+        """Nobody has blocks any more: all that run wait at the front, with their tokens."""
+        for request in self.requests.values():
+            request.pending = 0
+        for request in reversed(list(self.running.values())):
+            self.preempt(request, why)
+        self.flights.void()
+        self.reservation.void()
+        self.outbox.forget_released()
+        self.door.refused(None)
+        self.door.reopen(None)
+        for neighbour in (CACHE, EXECUTOR):
+            self.doubts[neighbour].give_up()
+
+    def reset_cache(self) -> None:
+        """The pool is new, or is to be taken for new."""
+        if self.pool is not None:
+            self._cache.tell(cache.Reset(self.pool.block_count, self.pool.block_size, self.pool.host))
+
+
+def token_capacity(pool: ExecutorReady) -> int:
+    """The null block is nobody's: see the cache manager."""
+    return (pool.block_count - 1) * pool.block_size
+
+
+def _doubts(
+    wake_after: Callable[[str], Callable[[float], Timer]], limits: Limits, *, can_kill: bool
+) -> dict[str, Patience]:
+    """An executor that nobody can replace is given more time: all that comes of it is a line in the log."""
+    least, first = (STEP_SECONDS, FIRST_STEP_SECONDS) if can_kill else (PATIENCE_SECONDS, PATIENCE_SECONDS)
+    return {
+        CACHE: Patience(wake_after(CACHE), PATIENCE_SECONDS, PATIENCE_SECONDS),
+        EXECUTOR: Patience(wake_after(EXECUTOR), least, first, limits.step_timeout_seconds),
+        REPORT: Patience(wake_after(REPORT), FIRST_STEP_SECONDS, FIRST_STEP_SECONDS),
+    }

@@ -1,0 +1,131 @@
+"""The client library's share of the ledger: every request that has not ended, as it was sent, to be sent again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, ValuesView
+
+import msgspec
+
+from cuelight import errors
+from cuelight.client import Inbox
+from cuelight.kernel import ActorCrashed
+from cuelight.messages.address import Address
+from cuelight.messages.detokenizer import Histories
+from cuelight.messages.intake import AllSent, Cancel, IntakeMessage, SetTenants, Streams, Submit
+from cuelight.messages.request import FinishReason, RequestId
+from cuelight.messages.scheduler import Remembered, SetPolicy
+from cuelight.past import Carried
+
+_RECOLLECTIONS = (Remembered, Histories, Streams)
+"""From these a new actor begins: all that lives is in them, so what had brought it down is met again there."""
+
+
+class OpenRequests:
+    """Requests from their submission to their end, oldest first, and the orders that hold for all of them."""
+
+    def __init__(self, ended_max: int = 0) -> None:
+        """Of those that have ended, up to `ended_max` are remembered for `unfinished`."""
+        self._ended: deque[tuple[Submit, Inbox]] = deque(maxlen=ended_max)
+        self._inboxes: dict[RequestId, Inbox] = {}
+        self._submits: dict[RequestId, Submit] = {}
+        self._orders: dict[type, SetTenants | SetPolicy] = {}
+
+    def add(self, inbox: Inbox, submit: Submit) -> None:
+        """From now on it is open."""
+        self._inboxes[inbox.request_id] = inbox
+        self._submits[inbox.request_id] = submit
+
+    def remove(self, inbox: Inbox) -> None:
+        """It has ended."""
+        self._inboxes.pop(inbox.request_id, None)
+        submit = self._submits.pop(inbox.request_id, None)
+        if (
+            submit is not None
+            and inbox.end is not None
+            and inbox.end.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        ):
+            self._ended.append((submit, inbox))
+
+    def unfinished(self, now: float, recent_seconds: float) -> tuple[Carried, ...]:
+        """What another process would have to know: all whose clients have not left, and what has just ended."""
+        over = [_carried(*each, now) for each in self._ended if now - (each[1].ended_at or now) <= recent_seconds]
+        live = [_carried(submit, self._inboxes[request_id], now) for request_id, submit in self._submits.items()]
+        return (*over, *(each for each in live if not self._inboxes[each.request_id].over))
+
+    def order(self, order: SetTenants | SetPolicy) -> None:
+        """This holds from now on, in place of the order of its kind before."""
+        self._orders[type(order)] = order
+
+    def repeat(self, intake: Address[IntakeMessage]) -> None:
+        """Tell a new intake what the one before had been told."""
+        for order in self._orders.values():
+            intake.tell(order)
+        for request_id, submit in list(self._submits.items()):
+            inbox = self._inboxes[request_id]
+            output = tuple(inbox.token_ids) or submit.output
+            intake.tell(msgspec.structs.replace(submit, is_accepted=inbox.is_accepted, output=output))
+            if inbox.cancelled:
+                intake.tell(Cancel(request_id))
+        intake.tell(AllSent())
+
+    def fail(self, reason: Callable[[], errors.EngineError]) -> None:
+        """End them all, each with an exception of its own."""
+        for inbox in list(self._inboxes.values()):
+            inbox.fail(reason())
+
+    def get(self, request_id: RequestId) -> Inbox | None:
+        """Where the output of this request gathers, if it is open."""
+        return self._inboxes.get(request_id)
+
+    def values(self) -> ValuesView[Inbox]:
+        """Their inboxes."""
+        return self._inboxes.values()
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._inboxes
+
+    def __len__(self) -> int:
+        return len(self._inboxes)
+
+
+def _carried(submit: Submit, inbox: Inbox, now: float) -> Carried:
+    return Carried(
+        submit.request_id,
+        submit.prompt,
+        submit.sampling,
+        submit.service,
+        max(tuple(inbox.token_ids), submit.output, key=len),
+        now - inbox.submitted_at,
+        is_over=inbox.end is not None,
+        is_accepted=inbox.is_accepted,
+    )
+
+
+class Suspicion:
+    """Finds the request whose message brings an actor down: the first time may be chance, the second is not."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[RequestId, type]] = {}
+
+    def at_fault(self, crash: ActorCrashed) -> RequestId | None:
+        """An actor has crashed: the request whose message it was handling, where it did so when it crashed before."""
+        kind, before = type(crash.message), self._before.pop(crash.actor, None)
+        if before is not None and kind in _RECOLLECTIONS:
+            return before[0]
+        request_id = _request_of(crash.message)
+        if request_id is None:
+            return None
+        if before == (request_id, kind):
+            return request_id
+        self._before[crash.actor] = request_id, kind
+        return None
+
+
+def _request_of(message: object) -> RequestId | None:
+    """The one request that a message is about."""
+    several: object = getattr(message, "request_ids", None)
+    request_id: object = getattr(message, "request_id", None)
+    if request_id is None and isinstance(several, tuple) and len(several) == 1:
+        (request_id,) = several
+    return RequestId(request_id) if isinstance(request_id, int) else None

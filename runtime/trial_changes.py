@@ -1,0 +1,85 @@
+"""Changes of models in a history: executors that are to take over, as whoever opened the engine would have it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Never
+
+from cuelight.ensemble import Lead
+from cuelight.kernel import Part, Role
+from cuelight.kernel.simulation import Simulation
+from cuelight.messages.executor import ExecutorMessage
+from cuelight.messages.observer import Switched, SwitchFailed
+from cuelight.messages.scheduler import CallOff, SchedulerMessage, Switch
+from cuelight.reload import new_role
+
+
+class Changes:
+    """At most one at a time. The model stays the same, so that every output does; the executor does not."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        scheduler: Role[SchedulerMessage],
+        lead: Lead,
+        part: Callable[[Role[ExecutorMessage]], Part[Never]],
+        switch: Callable[[str, bool], Switch],
+    ) -> None:
+        self._simulation = simulation
+        self._scheduler = scheduler
+        self._lead = lead
+        self._part = part
+        self._switch = switch
+        self._number = 1
+        self._asked: Switch | None = None
+        self.taken_over = 0
+
+    def draw(self, chance: random.Random) -> None:
+        """Some histories have changes, and some of those are called off."""
+        for _ in range(chance.choice((0, 0, 1, 2, 4))):
+            at = chance.random()
+            self._simulation.at(at, partial(self._begin, recompute=chance.random() < 0.5))
+            if chance.random() < 0.2:
+                self._simulation.at(at + 0.1 * chance.random(), self._call_off)
+
+    def _begin(self, *, recompute: bool) -> None:
+        if self._asked is not None:
+            return
+        self._number += 1
+        role = new_role(self._lead.executor, self._number)
+        self._simulation.spawn(self._part(role))
+        self._asked = self._switch(role.name, recompute)
+        self.repeat()
+
+    def repeat(self) -> None:
+        """The scheduler may be new."""
+        if self._asked is not None:
+            self._simulation.find(self._scheduler).tell(self._asked)
+
+    def _call_off(self) -> None:
+        if self._asked is not None:
+            self._simulation.find(self._scheduler).tell(CallOff(self._asked.executor))
+
+    def tell(self, message: Switched | SwitchFailed, /) -> None:
+        """Hear from the scheduler."""
+        if self._asked is None or message.executor != self._asked.executor:
+            return
+        self._asked = None
+        leaving = new_role(self._lead.executor, self._number)
+        if isinstance(message, Switched):
+            self._lead.executor, leaving = leaving, self._lead.executor
+            self.taken_over += 1
+        self._simulation.at(self._simulation.clock.now(), partial(self._dismiss, leaving))
+
+    def _dismiss(self, role: Role[ExecutorMessage]) -> None:
+        with suppress(KeyError):
+            self._simulation.dismiss(role, drop=True)
+
+    def check(self) -> None:
+        """At rest, every one has taken over or will not, and one executor is left."""
+        assert self._asked is None, f"nobody says what has become of {self._asked}"
+        executors = [name for name in self._simulation.statistics() if name.startswith("executor")]
+        assert executors == [self._lead.executor.name], f"there are {executors}, and {self._lead.executor} serves"

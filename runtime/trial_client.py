@@ -1,0 +1,187 @@
+"""The clients of a history: drawn requests, each of which knows what must come of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+import msgspec
+
+from cuelight.client import Inbox
+from cuelight.messages.client import Accepted, Chunk, ClientMessage, End, Rejected
+from cuelight.messages.intake import Cancel, Submit
+from cuelight.messages.request import FinishReason, Prompt, Refusal, RequestId, Sampling, Service
+from cuelight.testing import END_TOKEN, decode, encode
+from cuelight.trial_device import ALPHABET, next_token
+
+
+@dataclass(frozen=True)
+class Excuses:
+    """What may have gone wrong in a history, by which its outcomes are judged."""
+
+    token_limit: int
+    failed_steps: int
+    """So many steps raised: two are needed to fail a request."""
+    executor_deaths: int
+    """So many lives of the executor ended: three are needed to fail a request."""
+    is_calm: bool
+    """Nothing has crashed: then nothing is told twice, not even what a client would leave aside."""
+    poison: RequestId | None
+
+
+class Client:
+    """A client that sends one drawn request, again where it is asked to, through the inbox that the library has."""
+
+    def __init__(self, request_id: RequestId, chance: random.Random, now: Callable[[], float]) -> None:
+        self.request_id = request_id
+        self.has_left = False
+        self.is_sent = False
+        self._prompt = _drawn_prompt(chance)
+        self._sampling = _drawn_sampling(chance)
+        self._service = Service(tenant=chance.choice("ab"), cache_salt=chance.choice(("", "", "", "salt")))
+        self._like: RequestId | None = None
+        self._inbox = Inbox(request_id, now, lambda _: None)
+        self._heard: list[ClientMessage] = []
+        """Until its end; what comes later, the inbox is to leave aside."""
+        self._heard_later = 0
+
+    def tell(self, message: ClientMessage, /) -> None:
+        """Keep what is told."""
+        if self.end is None:
+            self._heard.append(message)
+        else:
+            self._heard_later += 1
+        self._inbox.tell(message)
+
+    def is_sample_of(self, first: Client) -> None:
+        """It asks for another sample of that one's prompt."""
+        self._prompt, self._service, self._like = first._prompt, first._service, first.request_id
+
+    def submit(self) -> Submit:
+        """The request."""
+        return Submit(self.request_id, self._prompt, self._sampling, self, self._service, self._like)
+
+    def submit_again(self) -> Submit | None:
+        """The request, if it was sent and has not ended."""
+        if not self.is_sent or self.end is not None:
+            return None
+        inbox = self._inbox
+        return msgspec.structs.replace(self.submit(), is_accepted=inbox.is_accepted, output=tuple(inbox.token_ids))
+
+    def cancel(self) -> Cancel:
+        """The client leaves."""
+        return Cancel(self.request_id)
+
+    @property
+    def end(self) -> End | Rejected | None:
+        """The one message after which nothing comes."""
+        if self._inbox.ended_at is None:
+            return None
+        last = self._heard[-1]
+        assert isinstance(last, End | Rejected), f"request {self.request_id} ends with {last}"
+        return last
+
+    def check(self, excuses: Excuses) -> None:
+        """What came is what this request alone would have given."""
+        who = f"request {self.request_id}"
+        heard, end = self._heard, self.end
+        assert all(message.request_id == self.request_id for message in heard), f"{who} hears of another"
+        assert end is not None, f"{who} never ends"
+        if excuses.is_calm:
+            assert not self._heard_later, f"{who} ends twice"
+            assert not any(isinstance(message, Accepted) for message in heard[1:]), f"{who} is accepted twice"
+            self._check_positions()
+        if isinstance(end, Rejected):
+            assert not any(isinstance(message, Chunk) for message in heard), f"{who} is refused after all"
+            assert self._is_fair(end.refusal, excuses), f"{who} is refused: {end}"
+            return
+        prompt = encode(self._prompt)
+        assert heard[0] == Accepted(self.request_id, len(prompt)), f"{who} begins with {heard[0]}"
+        self._check_output(end, prompt, excuses)
+
+    def _check_output(self, end: End, prompt: Sequence[int], excuses: Excuses) -> None:
+        who = f"request {self.request_id}"
+        tokens, text = self._inbox.token_ids, "".join(self._inbox.texts)
+        expected, expected_text, reason = expected_output(prompt, self._sampling, excuses.token_limit)
+        assert tokens == expected[: len(tokens)], f"{who} gets {tokens}, where {expected} is right"
+        assert decode(tokens).startswith(text), f"{who} reads {text!r}, which {tokens} do not say"
+        is_poison = self.request_id == excuses.poison
+        if end.reason is FinishReason.CANCELLED:
+            assert self.has_left, f"{who} is cancelled by nobody"
+        elif end.reason is FinishReason.FAILED:
+            self._check_failure(end, excuses, is_poison=is_poison)
+        else:
+            assert not is_poison, f"{who} is poison, and ends well"
+            assert (tokens, text, end.reason) == (expected, expected_text, reason), (
+                f"{who} ends for {end.reason} with {text!r}, and not for {reason} with {expected_text!r}"
+            )
+            assert end.usage.output_tokens == len(tokens), f"{who} is charged for {end.usage}"
+            assert end.usage.prompt_tokens == len(prompt), f"{who} is charged for {end.usage}"
+
+    def _check_failure(self, end: End, excuses: Excuses, *, is_poison: bool) -> None:
+        who = f"request {self.request_id}"
+        if "has brought the executor down" in end.error:
+            assert excuses.executor_deaths >= 3, f"{who} fails after {excuses.executor_deaths} deaths: {end.error}"
+        else:
+            failed = excuses.failed_steps
+            assert failed >= 2 and not is_poison, f"{who} fails after {failed} failed steps: {end.error}"
+
+    def _check_positions(self) -> None:
+        count = 0
+        for message in self._heard:
+            if isinstance(message, Chunk):
+                assert message.position == count, f"request {self.request_id} gets {message} as {count}th"
+                count += len(message.token_ids)
+
+    def _is_fair(self, refusal: Refusal, excuses: Excuses) -> bool:
+        length = len(encode(self._prompt))
+        match refusal:
+            case Refusal.PROMPT_TOO_LONG:
+                return length + 1 > excuses.token_limit
+            case Refusal.EMPTY_PROMPT:
+                return length == 0
+        return refusal is Refusal.QUEUE_FULL and not self._inbox.is_accepted
+
+
+def expected_output(prompt: Sequence[int], sampling: Sampling, token_limit: int) -> tuple[list[int], str, FinishReason]:
+    """Tokens, text and end of a request that is alone in the world: the slow, obvious path. One stop string at most."""
+    tokens: list[int] = []
+    limit = min(sampling.max_tokens, token_limit - len(prompt))
+    while True:
+        tokens.append(next_token([*prompt, *tokens]))
+        text = decode(tokens)
+        begin = len(decode(tokens[: sampling.min_tokens]))
+        for stop in sampling.stop:
+            if (found := text.find(stop, begin)) >= 0:
+                return tokens, text[:found], FinishReason.STOP
+        is_last = tokens[-1] in sampling.stop_token_ids or (tokens[-1] == END_TOKEN and not sampling.ignore_eos)
+        if is_last and len(tokens) >= sampling.min_tokens:
+            return tokens, text, FinishReason.STOP
+        if len(tokens) >= limit:
+            return tokens, text, FinishReason.LENGTH
+
+
+_BEGINNINGS: Final = ("", "a bad cafe faced", "a bad cafe faced a bee and fed a beef cage ", "deaf")
+
+
+def _drawn_prompt(chance: random.Random) -> Prompt:
+    """Often with a beginning that others have too; rarely empty, or long."""
+    length = chance.choice((0, 3, 10, 30, 30, 30, 420 if chance.random() < 0.2 else 5))
+    letters = bytes(islice(iter(lambda: chance.choice(ALPHABET), None), length))
+    text = chance.choice(_BEGINNINGS) + letters.decode()
+    return text if chance.random() < 0.7 else tuple(text.encode())
+
+
+def _drawn_sampling(chance: random.Random) -> Sampling:
+    max_tokens = chance.choice((1, 5, 20, 40))
+    return Sampling(
+        max_tokens=max_tokens,
+        min_tokens=chance.choice((0, 0, 3)) if max_tokens > 3 else 0,
+        seed=chance.choice((None, 7)),
+        stop=chance.choice(((), (), ("ab",), ("e",), ("g fa",))),
+        stop_token_ids=chance.choice(((), (), (ALPHABET[0],))),
+        ignore_eos=chance.random() < 0.3,
+    )

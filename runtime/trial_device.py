@@ -1,0 +1,152 @@
+"""The executor of a history: around a device without weights, it fails, dies and hangs as the history's seed says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from cuelight.actors.executor.actor import Executor, ExecutorInbox
+from cuelight.actors.executor.device import Device, DeviceLost
+from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token, stub_host
+from cuelight.config import EngineConfig
+from cuelight.kernel import Context, Role
+from cuelight.kernel.faults import SimulatedKill
+from cuelight.messages.address import Address
+from cuelight.messages.executor import ExecuteStep
+from cuelight.messages.request import BlockCopies, RequestId
+from cuelight.messages.scheduler import SchedulerMessage, StepDone
+from cuelight.testing import END_TOKEN
+
+ALPHABET: Final = b"abcdefg "
+
+POISONS: Final = ("loses the device", "has its process killed", "hangs")
+"""What a step with the poisonous request in it does to the executor."""
+
+
+@dataclass
+class Mischief:
+    """What goes wrong with the executor, beside what the simulation does to it; and what has."""
+
+    chance: random.Random
+    fails: float = 0.0
+    """How often a step raises."""
+    loses: float = 0.0
+    """How often a step takes the device with it."""
+    hangs: float = 0.0
+    """How often a step never ends."""
+    misloads: float = 0.0
+    """How often loading the model fails, once all has started."""
+    is_started: bool = False
+    poison: RequestId | None = None
+    poison_does: str = POISONS[0]
+    failures: int = 0
+    hung: int = 0
+    poisoned: int = 0
+    complaints: list[str] = field(default_factory=list)
+    """What the steps had wrong: the executor would answer for it as for any failure."""
+
+    def strikes(self, rate: float) -> bool:
+        """Draw."""
+        return rate > 0 and self.chance.random() < rate
+
+    def meets_poison(self, step: ExecuteStep) -> bool:
+        """Whether the poisonous request is in the step."""
+        is_there = any(chunk.request_id == self.poison for chunk in step.chunks)
+        self.poisoned += is_there
+        return is_there
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """A letter or, less often, the end: a pure function of all tokens before it."""
+    number = hashed_token(token_ids, 4 * len(ALPHABET))
+    return END_TOKEN if number == 0 else ALPHABET[number % len(ALPHABET)]
+
+
+def build_flaky(
+    config: EngineConfig, mischief: Mischief, scheduler: Role[SchedulerMessage], context: Context[ExecutorInbox]
+) -> Executor[StubBatch]:
+    """The executor of this life."""
+    return FlakyExecutor(context, partial(_load, config, mischief), context.find(scheduler), mischief)
+
+
+def _load(config: EngineConfig, mischief: Mischief) -> Device[StubBatch]:
+    if mischief.is_started and mischief.strikes(mischief.misloads):
+        raise OSError("the weights cannot be read")
+    return FlakyDevice(config, mischief)
+
+
+class FlakyExecutor(Executor[StubBatch]):
+    """An executor that sometimes hears of a step and does nothing any more, or is killed over it."""
+
+    def __init__(
+        self,
+        context: Context[ExecutorInbox],
+        load: Callable[[], Device[StubBatch]],
+        scheduler: Address[SchedulerMessage],
+        mischief: Mischief,
+    ) -> None:
+        super().__init__(context, load, scheduler)
+        self._mischief = mischief
+        self._hangs = False
+
+    def handle(self, message: ExecutorInbox) -> None:
+        """As an executor, unless it hangs."""
+        mischief = self._mischief
+        if isinstance(message, ExecuteStep) and not self._hangs and message.life == self._life:
+            if mischief.poison_does == "has its process killed" and mischief.meets_poison(message):
+                raise SimulatedKill
+            is_poison = mischief.poison_does == "hangs" and mischief.meets_poison(message)
+            self._hangs = is_poison or mischief.strikes(mischief.hangs)
+            mischief.hung += self._hangs
+        if not self._hangs:
+            super().handle(message)
+
+
+class FlakyDevice(StubDevice):
+    """A stub whose steps sometimes raise, before they have done their work or after."""
+
+    def __init__(self, config: EngineConfig, mischief: Mischief) -> None:
+        assert config.block_count is not None
+        super().__init__(config.block_count, config.block_size, next_token, stub_host(config.host_block_count))
+        self._mischief = mischief
+        self._is_lost = False
+
+    def run(self, batch: StubBatch) -> StepDone:
+        """As a stub's, unless it fails; once lost, it stays so."""
+        mischief = self._mischief
+        is_poison = mischief.poison_does == "loses the device" and mischief.meets_poison(batch.step)
+        self._is_lost = self._is_lost or is_poison or mischief.strikes(mischief.loses)
+        self._check_found()
+        fails = mischief.strikes(mischief.fails)
+        if fails and mischief.chance.random() < 0.5:
+            self._fail()
+        try:
+            done = super().run(batch)
+        except Exception as error:
+            mischief.complaints.append(f"step {batch.step.step}: {type(error).__name__}: {error}")
+            raise
+        if fails:
+            self._fail()
+        return done
+
+    def copy(self, copies: BlockCopies) -> None:
+        """As a stub's, unless it fails, and then nobody knows what is in the blocks."""
+        self._check_found()
+        try:
+            super().copy(copies)
+        except Exception as error:
+            self._mischief.complaints.append(f"{copies}: {type(error).__name__}: {error}")
+            raise
+        if self._mischief.strikes(self._mischief.fails / 4):
+            self._fail()
+
+    def _check_found(self) -> None:
+        if self._is_lost:
+            raise DeviceLost("an unspecified launch failure")
+
+    def _fail(self) -> None:
+        self._mischief.failures += 1
+        raise RuntimeError("the device failed")

@@ -1,0 +1,77 @@
+"""Executors without weights for tests that place them in a process: a module that the process imports.
+
+What they do besides is told them through files in a folder, which outlives them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from cuelight.actors.executor.stub import StubDevice
+from cuelight.config import EngineConfig
+from cuelight.ensemble import Ensemble
+from cuelight.testing import next_letter, stub_ensemble
+
+POLL_SECONDS = 0.002
+
+
+def ensemble(folder: Path, config: EngineConfig) -> Ensemble[object]:
+    """A stub whose device heeds the folder."""
+    stub = stub_ensemble(config)
+    return Ensemble(stub.facts, stub.encoder, stub.decode, partial(load, folder, config.block_size))
+
+
+def load(folder: Path, block_size: int) -> StubDevice:
+    """Says that it lives; then does what a file's name says, while the file is there."""
+    with (folder / "lives").open("a") as lives:
+        lives.write(f"{os.getpid()}\n")
+    if (folder / "cannot load").exists():
+        raise OSError("no such weights")
+    if (folder / "exit while loading").exists():
+        os._exit(3)
+    _wait_while(folder / "hold the load")
+    return StubDevice(1024, block_size, partial(token, folder))
+
+
+def token(folder: Path, token_ids: Sequence[int]) -> int:
+    """As the stub's own, and as deadly as the prompt wants: then it lives for ten tokens of all."""
+    if len(token_ids) > 10:
+        if token_ids[0] == ord("!"):
+            os.abort()
+        if token_ids[0] == ord("?"):
+            raise ValueError("cursed")
+        _wait_while(folder / "hold the steps")
+        if _take(folder / "stop once"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if _take(folder / "spin once"):
+            while True:
+                pass
+        if _take(folder / "exit once"):
+            os._exit(0)
+        if _take(folder / "raise SystemExit once"):
+            raise SystemExit
+    return next_letter(token_ids)
+
+
+def lives(folder: Path) -> list[int]:
+    """The processes that have begun to load, oldest first."""
+    file = folder / "lives"
+    return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+
+def _wait_while(file: Path) -> None:
+    while file.exists():
+        time.sleep(POLL_SECONDS)
+
+
+def _take(file: Path) -> bool:
+    try:
+        file.unlink()
+    except FileNotFoundError:
+        return False
+    return True

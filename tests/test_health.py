@@ -1,0 +1,153 @@
+"""What an engine says of how it is."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import executors
+import pytest
+from engines import NET_SECONDS, gated, until
+
+from cuelight import Engine, errors
+from cuelight.board import Alarms, Board
+from cuelight.health import CRASHES_REMEMBERED, ERROR_CHARS_MAX, HealthRecord, Recovery
+from cuelight.kernel import ActorCrashed
+from cuelight.messages.observer import GaveUp, Loading, Ready, Recovered, Recovering
+from cuelight.testing import crash, stub_engine
+
+ACTORS = ("intake", "scheduler", "cache", "executor", "detokenizer")
+
+
+class Clock:
+    seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+def record() -> tuple[HealthRecord, Clock]:
+    clock = Clock()
+    return HealthRecord(clock.now), clock
+
+
+def test_an_engine_that_was_not_started_is_starting_for_no_reason() -> None:
+    health = stub_engine().health()
+    assert (health.state, health.reason, health.phase) == ("starting", "", "")
+    assert health.restarts == {}
+    assert health.crashes == ()
+    assert health.last_recovery is None
+
+
+async def test_the_states_of_an_engine_that_lives_and_ends_in_order() -> None:
+    async with asyncio.timeout(NET_SECONDS), stub_engine() as engine:
+        assert engine.health().state == "serving"
+    assert engine.health().state == "closed"
+    assert engine.health().reason == ""
+
+
+async def test_a_drain_shows_until_the_end() -> None:
+    async with gated() as (engine, gate):
+        stream = engine.stream("hello", max_tokens=3)
+        draining = asyncio.create_task(engine.drain(60))
+        await until(lambda: engine.health().state == "draining")
+        crash(engine, "cache")
+        await until(lambda: engine.health().restarts == {"cache": 1})
+        assert engine.health().state == "draining"
+        gate.allow()
+        await stream.result()
+        await draining
+        assert engine.health().state == "closed"
+
+
+async def test_every_crash_is_counted_and_the_last_are_remembered() -> None:
+    async with asyncio.timeout(NET_SECONDS), stub_engine() as engine:
+        for number, actor in enumerate(ACTORS, 1):
+            crash(engine, actor)
+            await until(lambda actor=actor: engine.health().restarts.get(actor) == 1)
+            await engine.generate("are you well?", max_tokens=2)
+            assert len(engine.health().crashes) == number
+        health = engine.health()
+    assert health.state == "serving"
+    assert tuple(each.actor for each in health.crashes) == ACTORS
+    assert all("a test wants it" in each.error and each.seconds_ago >= 0 for each in health.crashes)
+    assert health.last_recovery is not None
+
+
+async def test_the_executor_s_loss_is_a_recovery_with_a_reason(tmp_path: Path) -> None:
+    engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(tmp_path, config))
+    async with asyncio.timeout(NET_SECONDS), engine:
+        stream = engine.stream("hello", max_tokens=4000)
+        await anext(stream)
+        (tmp_path / "hold the load").touch()
+        crash(engine, "executor")
+        await until(lambda: engine.health().state == "recovering")
+        await until(lambda: engine.health().phase != "")
+        assert "a test wants it" in engine.health().reason
+        (tmp_path / "hold the load").unlink()
+        await until(lambda: engine.health().state == "serving")
+        health = engine.health()
+        assert (health.reason, health.phase) == ("", "")
+        assert health.last_recovery is not None
+        assert health.last_recovery.load_seconds > 0
+
+
+async def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+    (tmp_path / "cannot load").touch()
+    engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(tmp_path, config))
+    with pytest.raises(errors.ModelUnavailable):
+        await engine.start()
+    assert engine.health().state == "closed"
+    assert "no such weights" in engine.health().reason
+
+
+def test_only_the_last_crashes_are_kept_and_none_of_them_whole_where_it_is_long() -> None:
+    health, clock = record()
+    for number in range(2 * CRASHES_REMEMBERED):
+        clock.seconds = float(number)
+        health.crashed(ActorCrashed("cache", "Reset", ValueError("x" * 10_000)))
+    clock.seconds += 1.0
+    told = health.snapshot()
+    assert told.restarts == {"cache": 2 * CRASHES_REMEMBERED}
+    assert [each.seconds_ago for each in told.crashes] == [float(n) for n in range(CRASHES_REMEMBERED, 0, -1)]
+    assert {len(each.error) for each in told.crashes} == {ERROR_CHARS_MAX}
+
+
+def test_who_has_ended_does_not_come_back() -> None:
+    health, _ = record()
+    health.enter("serving")
+    health.enter("unavailable", "it has given up")
+    health.recovering("too late")
+    health.recovered(Recovered(1.0, 2.0, 3.0))
+    health.enter("draining")
+    assert (health.snapshot().state, health.snapshot().reason) == ("unavailable", "it has given up")
+    health.enter("closed")
+    health.enter("serving")
+    assert (health.snapshot().state, health.snapshot().reason) == ("closed", "it has given up")
+
+
+async def test_the_board_calls_whom_it_concerns() -> None:
+    called: list[object] = []
+    health, _ = record()
+    board = Board(health, Alarms(lambda: called.append("again"), called.append, called.append))
+    board.tell(Loading("reading the weights"))
+    assert health.snapshot().phase == "reading the weights"
+    board.tell(Ready(100))
+    board.tell(Ready(100))
+    health.enter("serving")
+    board.tell(Recovering("gone"))
+    board.tell(Recovered(1.0, 2.0, 3.0))
+    assert health.snapshot().last_recovery == Recovery(1.0, 2.0, 3.0)
+    board.tell(GaveUp("no hope"))
+    assert called == ["reading the weights", "again", "no hope"]
+    board.clear()
+    board.tell(GaveUp("no hope"))
+    assert len(called) == 3
+
+
+async def test_giving_up_before_the_start_is_a_start_that_fails() -> None:
+    health, _ = record()
+    board = Board(health, Alarms(lambda: None, pytest.fail))
+    board.tell(GaveUp("it dies all the time"))
+    with pytest.raises(errors.ModelUnavailable, match="it dies all the time"):
+        await board.ready

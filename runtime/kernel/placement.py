@@ -71,6 +71,8 @@ class Placed(Life):
         self._mailbox = seat.mailbox
         self._handed_over = deque[tuple[float, str, wire.Packed]](), deque[tuple[float, str, wire.Packed]]()
         """What has not been begun, ordinary and urgent."""
+        self._begun: object = None
+        """The message that was begun last."""
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """How the thread or process has ended."""
         self.hear_slow = stage.report_slow
@@ -174,6 +176,7 @@ class Placed(Life):
         for lane, count in zip(self._handed_over, counts, strict=True):
             for _ in range(count):
                 _, sender, packed = lane.popleft()
+                self._begun = packed.message
                 if self._stage.tap is not None:
                     self._stage.tap(Delivered(self._stage.clock.now(), sender, self._seat.name, packed.message))
         self._mailbox.wake()
@@ -194,7 +197,8 @@ class Placed(Life):
     def hear_crashed(self, message_type: str, error: str, trace: str) -> None:
         """The actor raised, and its life is over."""
         self._is_parted = True
-        self.strike(ActorCrashed(self._seat.name, message_type, RemoteError(error, trace)))
+        message = self._begun if type(self._begun).__qualname__ == message_type else None
+        self.strike(ActorCrashed(self._seat.name, message_type, RemoteError(error, trace), message))
 
     def hear_stopped(self) -> None:
         """The actor has stopped in order, and its life is over."""

@@ -281,6 +281,7 @@ class Stage(ABC):
         life, seat.life = seat.life, None
         assert life is not None, "a life ends once"
         life.end(drop=self.is_dropping or crash is not None or life.is_leaving)
+        life.crash = None  # whose traceback holds this life, and its actor
         error = "" if crash is None else str(crash)
         now = self.clock.now()
         if self.tap is not None:

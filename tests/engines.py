@@ -78,3 +78,8 @@ async def read(stream: Stream, count: int) -> list[int]:
     while len(tokens) < count:
         tokens.extend((await anext(stream)).token_ids)
     return tokens
+
+
+def next_capital(token_ids: Sequence[int]) -> int:
+    """The other model speaks in capitals, and has no spaces."""
+    return ord(chr(next_letter(token_ids)).upper().replace(" ", "_"))

@@ -10,14 +10,14 @@ import shutil
 import signal
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Unpack
 
 import pytest
-from engines import NET_SECONDS, Gate, NextToken, at_rest, expected_tokens, read, until
+from engines import NET_SECONDS, Gate, NextToken, at_rest, expected_tokens, next_capital, read, until
 
 from cuelight import Engine, Stream, errors
 from cuelight.actors.executor.stub import StubBatch, StubDevice
@@ -25,15 +25,10 @@ from cuelight.config import EngineConfig, EngineOptions, ModelFacts
 from cuelight.ensemble import Ensemble
 from cuelight.fingerprint import fingerprint
 from cuelight.messages.request import FinishReason
-from cuelight.testing import END_TOKEN, crash, next_letter, stub_engine, stub_ensemble
+from cuelight.testing import END_TOKEN, crash, stub_engine, stub_ensemble
 from cuelight.trial import Tally, run_history
 
 CAPITALS = "_ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-def next_capital(token_ids: Sequence[int]) -> int:
-    """The other model speaks in capitals, and has no spaces."""
-    return ord(chr(next_letter(token_ids)).upper().replace(" ", "_"))
 
 
 class Models:

@@ -66,7 +66,7 @@ async def test_streams_go_on_with_the_same_arithmetic(folders: tuple[Path, Path]
         seen = [len(stream.inbox.token_ids) for stream in streams]
         heads = ["".join(stream.inbox.texts) for stream in streams]
         await turns()
-        file = killed(journal)
+        file, same = killed(journal), killed(journal)
         for stream in streams:
             await stream.aclose()
     async with serving(folders[0], journal=file, resume=True) as engine:
@@ -78,7 +78,7 @@ async def test_streams_go_on_with_the_same_arithmetic(folders: tuple[Path, Path]
             assert head + text == result.text == undisturbed.text
         await until(lambda: at_rest(engine))
     with pytest.raises(errors.WrongJournal, match="another model"):
-        await Engine(folders[1], journal=killed(file), resume=True).start()
+        await Engine(folders[1], journal=same, resume=True).start()
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])

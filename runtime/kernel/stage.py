@@ -281,7 +281,8 @@ class Stage(ABC):
         life, seat.life = seat.life, None
         assert life is not None, "a life ends once"
         life.end(drop=self.is_dropping or crash is not None or life.is_leaving)
-        life.crash = None  # whose traceback holds this life, and its actor
+        life.crash = None  # whose traceback holds this life
+        vars(life).pop("actor", None)  # at once: what it has may be large, and the life and its workers know each other
         error = "" if crash is None else str(crash)
         now = self.clock.now()
         if self.tap is not None:

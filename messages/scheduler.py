@@ -121,13 +121,15 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
 class StepFailed(msgspec.Struct, frozen=True, tag=True):
     """The other answer to `ExecuteStep`: the step raised, and every later step of its epoch is void.
 
-    Its copies and theirs were made nevertheless, unless `contents_lost`: then nobody knows what is in the blocks.
+    Its copies and theirs were made nevertheless, unless `contents_lost`: then nobody knows what is in the blocks. Where
+    it was `out_of_memory`, a smaller step may do.
     """
 
     epoch: int
     step: int
     error: str
     contents_lost: bool = False
+    out_of_memory: bool = False
 
 
 class StopMatched(msgspec.Struct, frozen=True, tag=True):

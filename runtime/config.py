@@ -42,7 +42,7 @@ class EngineConfig:
             costs a pause and no request), or "auto" (a process on CUDA, threads on the CPU).
         device: "cpu", "cuda", "cuda:1", or "auto" (CUDA where there is one).
         token_budget: tokens computed in one step, at most: running requests wait for the prompts beside them that long.
-            On a CPU larger steps gain next to nothing; a GPU wants some thousands.
+            None is 256 on the CPU, where larger steps gain next to nothing, and 2048 where there may be a GPU.
         running_max: requests that hold blocks at once, at most.
         queue_limit: requests accepted and not finished, at most; more are refused with QueueFull.
         block_size: token slots per block of the KV cache.
@@ -84,7 +84,7 @@ class EngineConfig:
     attention: str = "auto"
     executor: str = "auto"
     device: str = "auto"
-    token_budget: int = 256
+    token_budget: int | None = None
     running_max: int = 64
     queue_limit: int = 1024
     block_size: int = 16
@@ -144,7 +144,9 @@ class EngineConfig:
         _check_count("restarts_max", self.restarts_max, at_least=0)
         if self.step_timeout_seconds is not None and not is_positive(self.step_timeout_seconds):
             raise ConfigError(f"step_timeout_seconds must be a number above 0, not {self.step_timeout_seconds!r}")
-        for name in ("token_budget", "running_max", "queue_limit", "block_size", "steps_in_flight"):
+        if self.token_budget is not None:
+            _check_count("token_budget", self.token_budget, at_least=1)
+        for name in ("running_max", "queue_limit", "block_size", "steps_in_flight"):
             _check_count(name, getattr(self, name), at_least=1)
         self._check_memory()
         if self.context_length is not None:
@@ -185,7 +187,7 @@ class EngineOptions(TypedDict, total=False):
     attention: str
     executor: str
     device: str
-    token_budget: int
+    token_budget: int | None
     running_max: int
     queue_limit: int
     block_size: int

@@ -47,6 +47,9 @@ Casting: TypeAlias = Callable[["EngineConfig", "Roles", Address[ObserverMessage]
 """Finds all that an engine plays with and gives the parts. Blocks, so it is called on a thread."""
 
 
+TOKEN_BUDGET_CPU = 256
+TOKEN_BUDGET_GPU = 2048
+
 POOL_TOKENS_PER_REQUEST = 512
 """For so many tokens of each of `running_max` requests there is room by default, or for one of the longest. What is
 shorter leaves room for prefixes; the memory that a process may grow to is then a choice, not what the machine has."""
@@ -98,7 +101,7 @@ def load_options(folder: Path, config: EngineConfig, facts: ModelFacts) -> LoadO
         kv_cache_dtype=config.kv_cache_dtype,
         pool_tokens=max(config.running_max * POOL_TOKENS_PER_REQUEST, context_length(facts, config)),
         eos_token_ids=facts.eos_token_ids,
-        token_budget=config.token_budget,
+        token_budget=step_tokens(config),
         running_max=config.running_max,
         memory_fraction=config.memory_fraction,
         eager=config.eager,
@@ -109,9 +112,17 @@ def load_options(folder: Path, config: EngineConfig, facts: ModelFacts) -> LoadO
 
 def lives_in_process(config: EngineConfig) -> bool:
     """Whether the executor lives in a process of its own. Does not ask torch: one for a CPU after all does no harm."""
-    if config.executor == "auto":
-        return config.device != "cpu" and (config.device != "auto" or may_have_gpu())
-    return config.executor == "process"
+    return may_be_on_gpu(config) if config.executor == "auto" else config.executor == "process"
+
+
+def may_be_on_gpu(config: EngineConfig) -> bool:
+    """Whether the device is none, or is to be chosen and there may be one. Does not ask torch."""
+    return config.device != "cpu" and (config.device != "auto" or may_have_gpu())
+
+
+def step_tokens(config: EngineConfig) -> int:
+    """The token budget of a step."""
+    return config.token_budget or (TOKEN_BUDGET_GPU if may_be_on_gpu(config) else TOKEN_BUDGET_CPU)
 
 
 @dataclass(frozen=True)
@@ -190,9 +201,10 @@ def assemble(
     lead.eos_token_ids = frozenset(facts.eos_token_ids)
     longest = context_length(facts, config)
     intake_limits = Limits(facts.vocab_size, longest, config.queue_limit, config.tenants, config.isolate_tenants)
-    long_prefill_tokens = config.long_prefill_tokens or -(-config.token_budget // 4)
+    token_budget = step_tokens(config)
+    long_prefill_tokens = config.long_prefill_tokens or -(-token_budget // 4)
     step_limits = StepLimits(
-        token_budget=config.token_budget,
+        token_budget=token_budget,
         running_max=config.running_max,
         steps_in_flight=config.steps_in_flight,
         long_prefill_tokens=long_prefill_tokens,

@@ -39,6 +39,8 @@ class Mischief:
     """How often a step never ends."""
     misloads: float = 0.0
     """How often loading the model fails, once all has started."""
+    fits: int | None = None
+    """So many tokens of a step fit in the device's memory; None is any."""
     is_started: bool = False
     poison: RequestId | None = None
     poison_does: str = POISONS[0]
@@ -120,6 +122,8 @@ class FlakyDevice(StubDevice):
         is_poison = mischief.poison_does == "loses the device" and mischief.meets_poison(batch.step)
         self._is_lost = self._is_lost or is_poison or mischief.strikes(mischief.loses)
         self._check_found()
+        if mischief.fits is not None and sum(chunk.token_count for chunk in batch.step.chunks) > mischief.fits:
+            raise MemoryError("the device's memory is full")
         fails = mischief.strikes(mischief.fails)
         if fails and mischief.chance.random() < 0.5:
             self._fail()

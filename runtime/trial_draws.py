@@ -36,6 +36,8 @@ def drawn_mischief(chance: random.Random, config: EngineConfig, request_count: i
     mischief = Mischief(chance, fails=chance.choice((0.0, 0.0, 0.05, 0.3)))
     if chance.random() < 0.3:
         mischief.loses = chance.choice((0.01, 0.1))
+    if chance.random() < 0.2:
+        mischief.fits = chance.choice((1, 2, 10, 40))
     is_apart = config.executor == "process"
     if is_apart and chance.random() < 0.3:
         mischief.hangs = chance.choice((0.01, 0.1))

@@ -116,6 +116,18 @@ def test_a_lost_device_ends_its_life() -> None:
     assert staged.replies.messages == [], "whoever watches it hears of its end"
 
 
+def test_a_step_for_which_there_is_no_memory_says_so() -> None:
+    class Full(StubDevice):
+        def run(self, batch: StubBatch) -> StepDone:
+            raise MemoryError("no room")
+
+    staged = Staged(0, lambda: Full(8, 4))
+    staged.settle()
+    staged.run_steps(1)
+    (failed,) = staged.replies.messages
+    assert isinstance(failed, StepFailed) and failed.out_of_memory and not failed.contents_lost
+
+
 def test_what_host_memory_costs_is_announced_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     host = HostTier(5, move_seconds=0.25, recompute_seconds=0.125)
     staged = Staged(0, lambda: StubDevice(40, 16, host=host))

@@ -29,6 +29,7 @@ from transformers import PreTrainedConfig
 
 from cuelight.actors.executor.batch import Batch
 from cuelight.actors.executor.batch import Sequence as BatchSequence
+from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.model import loading
 from cuelight.actors.executor.model.attention import PagedAttention
 from cuelight.actors.executor.model.loading import load
@@ -378,6 +379,24 @@ def test_rule_57_logits_that_are_no_numbers_fail_their_row_alone(
     for index, prompt in enumerate(prompts):
         expected = greedy_alone(model, prompt, 10)
         assert driver.outputs[index] == (expected[:4] if index == 3 else expected)
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [(torch.OutOfMemoryError("no room"), MemoryError), (torch.AcceleratorError("an illegal address"), DeviceLost)],
+    ids=["out of memory", "lost"],
+)
+def test_what_a_device_raises_is_told_apart(
+    raised: Exception, told: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(runner: ModelRunner, batch: ModelBatch) -> torch.Tensor:
+        raise raised
+
+    save(FAMILIES["llama"](), tmp_path)
+    monkeypatch.setattr(ModelRunner, "_forward", fails)
+    driver = Driver(ModelRunner(load(options(tmp_path))), random_prompts(1), seed=5)
+    with pytest.raises(told, match=str(raised)):
+        driver.run(output_tokens=1)
 
 
 def test_a_nan_in_one_rows_hidden_state_stays_in_that_row(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from support import Core, expected_output
 from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.stub import StubBatch, StubDevice
 from cuelight.actors.scheduler import blame
+from cuelight.actors.scheduler.allowance import STEPS_BEFORE_GROWTH
 from cuelight.actors.scheduler.patience import FIRST_STEP_SECONDS, STEP_SECONDS
 from cuelight.messages import detokenizer
 from cuelight.messages.cache import Reset
@@ -469,3 +470,51 @@ def test_a_token_of_one_that_is_over_is_not_given_to_who_came_since() -> None:
     scheduler_of(core).handle(admit_message(1, max_tokens=30))
     finish(core)
     assert core.outputs()[1] == expected_output([1, 7, 9], Sampling(max_tokens=30))[0]
+
+
+class Small(WatchedDevice):
+    """Has memory for so many tokens of a step."""
+
+    fits = 0
+
+    def run(self, batch: StubBatch) -> StepDone:
+        if sum(chunk.token_count for chunk in batch.step.chunks) > self.fits:
+            raise MemoryError("the device's memory is full")
+        done: StepDone = super().run(batch)
+        return done
+
+
+@pytest.mark.parametrize("fits", [1, 2, 7, 30])
+def test_steps_that_do_not_fit_are_made_smaller_and_nobody_fails(fits: int) -> None:
+    device = Small(100, 4)
+    device.fits = fits
+    core = Core(0, device=device)
+    admit_all(core, 12)
+    finish(core)
+    check_outputs(core, 12)
+    limits = [event for event in core.observer.messages if isinstance(event, GaveUp)]
+    assert not limits
+    refused = core.figures().preemptions
+    assert refused <= 12 * 7, "the device is not asked again and again for what it cannot do"
+
+
+def test_what_fits_is_tried_again_when_there_may_be_room() -> None:
+    device = Small(1000, 4)
+    device.fits = 4
+    core = Core(0, device=device, token_budget=64)
+    admit_all(core, 4, max_tokens=STEPS_BEFORE_GROWTH * 3)
+    step_until(core, lambda: len(device.seen) > 10)
+    device.fits = 10**6
+    step_until(core, lambda: len(device.seen) > STEPS_BEFORE_GROWTH * 2 + 20)
+    core.admit(100, list(range(40)), Sampling(max_tokens=1))
+    finish(core)
+    assert max(sum(chunk.token_count for chunk in step.chunks) for step in device.seen) > 4
+
+
+def test_a_token_that_does_not_fit_by_itself_is_its_request_s_failure() -> None:
+    device = Small(100, 4)
+    core = Core(0, device=device)
+    admit_all(core, 3)
+    finish(core)
+    assert [end.reason for end in core.ends().values()] == [FinishReason.FAILED] * 3
+    assert "memory is full" in core.ends()[0].error

@@ -236,7 +236,8 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         """On the device or the reading thread."""
         self._void = (step.epoch, step.step)
         log.error("step_raised", epoch=step.epoch, step=step.step, copying=contents_lost, exc_info=error)
-        return StepFailed(step.epoch, step.step, repr(error), contents_lost=contents_lost)
+        is_full = isinstance(error, MemoryError)
+        return StepFailed(step.epoch, step.step, repr(error), contents_lost=contents_lost, out_of_memory=is_full)
 
 
 def _void(step: ExecuteStep | _Launched) -> StepFailed:

@@ -53,5 +53,6 @@ class Device(Protocol[B]):
     def run(self, batch: B) -> StepDone | Pending[StepDone]:
         """Compute the batch and sample from it. A batch that was prepared may also be dropped, if its step is void.
 
-        It, or what waits for its result, raises DeviceLost where no later step can work either.
+        It, or what waits for its result, raises DeviceLost where no later step can work either, and MemoryError where a
+        smaller one may.
         """

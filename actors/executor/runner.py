@@ -7,7 +7,8 @@ the device computes one step after the other, and nobody on the host waits for i
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from cuelight.actors.executor.batch import Batch, Ints, Rows
+from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.model.attention import Attention, attending
 from cuelight.actors.executor.model.graphs import (
     SIZES,
@@ -114,6 +116,10 @@ class ModelRunner:
 
     def prepare(self, step: ExecuteStep) -> Batch:
         """Lay out one step on the host, and send it to the device."""
+        with _told_apart():
+            return self._prepare(step)
+
+    def _prepare(self, step: ExecuteStep) -> ModelBatch:
         batch = self._rows.prepare(step)
         size = None if self._graphs is None else self._graphs.size(batch)
         prepared = ModelBatch(
@@ -149,7 +155,8 @@ class ModelRunner:
         assert copies.copying is Copying.FORK or self._loaded.host is not None, (
             "blocks are moved only where there is memory for them"
         )
-        self._streams.compute.enqueue(partial(self._copy, copies))
+        with _told_apart():
+            self._streams.compute.enqueue(partial(self._copy, copies))
         return self._streams.compute.record()
 
     @torch.inference_mode()
@@ -173,7 +180,8 @@ class ModelRunner:
         compute, staging = self._streams.compute, batch.staging
         if batch.moved is not None:
             compute.follow(batch.moved)
-        compute.enqueue(partial(self._compute, batch))
+        with _told_apart():
+            compute.enqueue(partial(self._compute, batch))
         computed = compute.record()
         fetched = staging.fetch(self._streams.read, computed)
         events = [event for event in (batch.moved, computed, fetched) if event is not None]
@@ -246,9 +254,21 @@ class Flight:
         results = [] if error else batch.staging.fetched()
         self._staging.give_back(batch.staging)
         if error is not None:
-            raise error
+            with _told_apart():
+                raise error
         assert len(results) == len(batch.draws) or results.pop() == 0, "no step is fed a token of a row that is gone"
         return _done(batch, results)
+
+
+@contextmanager
+def _told_apart() -> Iterator[None]:
+    """What torch raises, as the kinds of failure that a device knows of."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(str(error)) from error
+    except torch.AcceleratorError as error:  # whatever is asked of this process's device from now on fails as well
+        raise DeviceLost(str(error)) from error
 
 
 def _done(batch: Batch, token_ids: list[int]) -> StepDone:

@@ -15,8 +15,7 @@ class Door:
 
     def __init__(self, limits: Limits, waiting: Queue) -> None:
         self._limits = limits
-        # A decode takes one token of the budget: more running requests than that could never all go on.
-        self.running_max = min(limits.running_max, limits.token_budget)
+        self.allow(limits.token_budget)
         self._waiting = waiting
         self.deferred = Deferred()
         # What is free does not suffice for this one. It shuts the door for as long as it is the next in line.
@@ -26,6 +25,10 @@ class Door:
         self._in_vain: Tracked | None = None
         self.holds_newcomers = False
         """Whether only those may come in that have been in before."""
+
+    def allow(self, token_budget: int) -> None:
+        """Steps have so many tokens. A decode takes one: more running requests than that could never all go on."""
+        self.running_max = min(self._limits.running_max, token_budget)
 
     def refused(self, request: Tracked | None) -> None:
         """What is free does not suffice for this one; None where it did for all that were tried."""

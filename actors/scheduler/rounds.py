@@ -34,6 +34,8 @@ class Rounds:
         self, limits: Limits, waiting: Queue, door: Door, chronicle: Chronicle, now: Callable[[], float]
     ) -> None:
         self._limits = limits
+        self.token_budget = limits.token_budget
+        """Of a step, for now."""
         self._waiting = waiting
         self._door = door
         self._chronicle = chronicle
@@ -44,7 +46,7 @@ class Rounds:
         limits = self._limits
         return plan_step(
             running,
-            limits.token_budget,
+            self.token_budget,
             limits.long_prefill_tokens,
             others_wait=others_wait,
             turns=lambda: self._waiting.turns(running, self._now()),
@@ -53,7 +55,7 @@ class Rounds:
     def has_tokens_left(self, running: Iterable[Tracked], without: Tracked) -> bool:
         """Whether a step of these, but for one, leaves a token to others."""
         others = [request for request in running if request is not without]
-        return sum([count for _, count in self.planned(others, others_wait=True)]) < self._limits.token_budget
+        return sum([count for _, count in self.planned(others, others_wait=True)]) < self.token_budget
 
     def next(self, running: Collection[Tracked], *, admit: bool, usurper: Tracked | None) -> Round:
         """The next one. Only where they may be admitted do others count; with a usurper nobody else is.
@@ -64,7 +66,7 @@ class Rounds:
         # A long prompt leaves room for those that wait; what they do not take it gets when blocks are granted.
         plan = self.planned(running, others_wait=others_wait)
         growths = [cache.Growth(r.request_id, r.scheduled + n) for r, n in plan if r.scheduled + n > r.capacity]
-        budget = self._limits.token_budget - sum([count for _, count in plan])
+        budget = self.token_budget - sum([count for _, count in plan])
         if usurper is not None:
             # It is let in even if the others' new turns leave this step nothing for it.
             return Round(plan, growths, [usurper], max(1, budget))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from cuelight.actors.scheduler import blame
+from cuelight.actors.scheduler.allowance import Allowance
 from cuelight.actors.scheduler.chronicle import Chronicle
 from cuelight.actors.scheduler.deadlines import Deadlines
 from cuelight.actors.scheduler.door import Door
@@ -83,6 +84,7 @@ class Workload:
         self.doubts = _doubts(wake_after, limits, can_kill=neighbours.kill_executor is not None)
         self._now = context.clock.now
         self.rounds = Rounds(limits, self.waiting, self.door, self.chronicle, self._now)
+        self._allowance = Allowance(limits.token_budget)
         self._cache = neighbours.cache
         self._on_step = on_step
         self._arrivals = 0
@@ -172,6 +174,8 @@ class Workload:
         if (plan := self.flights.landed(done)) is None:
             return
         now = self._now()
+        if self._allowance.fitted():
+            self._allow()
         self.doubts[EXECUTOR].answered(now)
         self._on_step(now)
         planned: dict[RequestId, Tracked] = {}
@@ -214,16 +218,24 @@ class Workload:
         log.warning("step_failed", epoch=failed.epoch, step=failed.step, requests=len(plan), error=failed.error)
         for request in self.requests.values():
             request.pending = 0
+        if failed.out_of_memory and self._allowance.exceeded(sum([count for _, count, _ in plan])):
+            plan = []  # it was nobody's fault
         for request, _, _ in plan:
             if request.has_failed:
                 self._fail(request, failed.error)
             request.has_failed = request.suspect = True
         for request in reversed(list(self.running.values())):
             self.preempt(request, "a step failed")
+        self._allow()
         self.flights.begin_epoch(contents_lost=failed.contents_lost)
         if failed.contents_lost:
             self.lose_blocks("a step failed")
             self.reset_cache()
+
+    def _allow(self) -> None:
+        self.rounds.token_budget = self._allowance.token_budget
+        self.door.allow(self._allowance.token_budget)
+        self.door.reopen(None)
 
     # The next step.
 
@@ -333,7 +345,7 @@ class Workload:
         """Rule 11: while anything is left to do, a step runs or blocks are asked for; else one request is given up."""
         while self.is_serving and self.requests and self.reservation.asked is None and not self.flights:
             stuck = next(iter(self.running.values()), None) or self.waiting.head(1)[0]
-            obstacle = self.door.obstacle(self.running.values(), self.limits.token_budget, self._now())
+            obstacle = self.door.obstacle(self.running.values(), self.rounds.token_budget, self._now())
             why = obstacle or ("all wait for a prefix" if self.door.deferred else "no step can be planned")
             reason = f"nothing moves, and {len(self.requests)} requests are live: {why}"
             log.error("stalled", request_id=stuck.request_id, reason=reason, running=len(self.running))

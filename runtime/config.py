@@ -20,6 +20,16 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "attention": ("auto", "reference", "cpu", "triton", "flash"),
     "executor": ("auto", "thread", "process"),
 }
+OPTIONAL_COUNTS: Mapping[str, int] = {
+    "token_budget": 1,
+    "long_prefill_tokens": 1,
+    "context_length": 2,
+    "block_count": 2,
+    "kv_cache_bytes": 1,
+    "host_kv_cache_bytes": 1,
+    "seed": 0,
+}
+"""Options that are None or a whole number, and the least that it may be."""
 WEIGHT_MIN = 1e-6
 WEIGHT_MAX = 1e6
 """Beyond, a tenant's counter would be lost in rounding."""
@@ -137,20 +147,15 @@ class EngineConfig:
             raise ConfigError(f"isolate_tenants must be True or False, not {self.isolate_tenants!r}")
         if not isinstance(self.eager, bool | None):
             raise ConfigError(f"eager must be True, False or None, not {self.eager!r}")
-        if self.long_prefill_tokens is not None:
-            _check_count("long_prefill_tokens", self.long_prefill_tokens, at_least=1)
-        if self.seed is not None:
-            _check_count("seed", self.seed, at_least=0)
+        for name, at_least in OPTIONAL_COUNTS.items():
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), at_least=at_least)
         _check_count("restarts_max", self.restarts_max, at_least=0)
         if self.step_timeout_seconds is not None and not is_positive(self.step_timeout_seconds):
             raise ConfigError(f"step_timeout_seconds must be a number above 0, not {self.step_timeout_seconds!r}")
-        if self.token_budget is not None:
-            _check_count("token_budget", self.token_budget, at_least=1)
         for name in ("running_max", "queue_limit", "block_size", "steps_in_flight"):
             _check_count(name, getattr(self, name), at_least=1)
         self._check_memory()
-        if self.context_length is not None:
-            _check_count("context_length", self.context_length, at_least=2)
         if not isinstance(self.watermark_fraction, int | float) or not 0 <= self.watermark_fraction < 1:
             raise ConfigError(f"watermark_fraction must be in [0, 1), not {self.watermark_fraction!r}")
 
@@ -166,15 +171,9 @@ class EngineConfig:
         fraction: object = self.memory_fraction
         if not is_positive(fraction) or fraction > 1:
             raise ConfigError(f"memory_fraction must be a number above 0, at most 1, not {fraction!r}")
-        if self.block_count is not None:
-            _check_count("block_count", self.block_count, at_least=2)
-        if self.kv_cache_bytes is not None:
-            _check_count("kv_cache_bytes", self.kv_cache_bytes, at_least=1)
         _check_count("host_block_count", self.host_block_count, at_least=0)
-        if self.host_kv_cache_bytes is not None:
-            _check_count("host_kv_cache_bytes", self.host_kv_cache_bytes, at_least=1)
-            if self.host_block_count:
-                raise ConfigError("host_block_count and host_kv_cache_bytes say the same: give one of them")
+        if self.host_kv_cache_bytes is not None and self.host_block_count:
+            raise ConfigError("host_block_count and host_kv_cache_bytes say the same: give one of them")
 
 
 class EngineOptions(TypedDict, total=False):

@@ -21,6 +21,7 @@ from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from cuelight.errors import EngineUnavailable, RequestFailed, RequestRejected
+from cuelight.wakeful import wakeful
 
 E = TypeVar("E")
 
@@ -97,7 +98,8 @@ class Terminal:
             return
         before = signal.signal(signal.SIGTERM, self._terminate)
         try:
-            yield
+            with wakeful():
+                yield
         finally:
             signal.signal(signal.SIGTERM, before)
 

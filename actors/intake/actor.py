@@ -107,6 +107,8 @@ class Intake(Actor[IntakeInbox]):
         self._policy: SetPolicy | None = None
         self._new_scheduler: int | None = None
         """The life of one that waits until the streams are known."""
+        self._told_scheduler: int | None = None
+        """The life of the last one that was told what to remember."""
 
     @property
     def request_count(self) -> int:
@@ -269,7 +271,8 @@ class Intake(Actor[IntakeInbox]):
 
     def _tell_scheduler(self, life: int, histories: tuple[tuple[RequestId, tuple[int, ...]], ...]) -> None:
         """It is new: it knows of no request."""
-        has_served = self._token_capacity > 0
+        has_served = self._token_capacity > 0 and self._told_scheduler not in (None, life)
+        self._told_scheduler = life
         self._scheduler.tell(self._ledger.remembered(life, self._policy, histories, has_served=has_served))
 
     def _open_again(self, life: int) -> None:

@@ -16,7 +16,7 @@ from cuelight.actors.scheduler.planning import Limits
 from cuelight.actors.scheduler.policy import policy_of
 from cuelight.actors.scheduler.recovery import Recovery
 from cuelight.actors.scheduler.succession import Succession
-from cuelight.actors.scheduler.workload import DEADLINES, EXECUTOR, REPORT, Workload
+from cuelight.actors.scheduler.workload import DEADLINES, EXECUTOR, REPORT, START, Workload
 from cuelight.kernel import Actor, Context, Terminated, Timer, get_logger
 from cuelight.messages import detokenizer, intake
 from cuelight.messages.request import FinishReason
@@ -210,7 +210,7 @@ class Scheduler(Actor[SchedulerInbox]):
             reason = f"the {neighbour} has not answered for {silence:.0f} s"
             log.error("stalled", reason=reason, running=len(self._work.running), waiting=len(self._work.waiting))
             self._work.chronicle.obstacle(reason, now)
-            if neighbour in (EXECUTOR, REPORT):
+            if neighbour in (EXECUTOR, REPORT, START):
                 self._recovery.kill(reason)
 
 

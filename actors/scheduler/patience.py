@@ -22,8 +22,14 @@ PATIENCE_SECONDS: Final = 30.0
 STEP_SECONDS: Final = 5.0
 """The least that the executor may take for a step; from there on, it is replaced, where it can be."""
 
-FIRST_STEP_SECONDS: Final = 300.0
-"""An executor may take so long for its first step, in which much is compiled or captured."""
+FIRST_STEP_SECONDS: Final = 15.0
+"""The least that an executor may take for its first step, in which much may be compiled or captured."""
+
+START_SECONDS: Final = 30.0
+"""The least that an executor may take to take another one's place."""
+
+REPORT_SECONDS: Final = 300.0
+"""For the first word of an executor, or a start that cannot be compared with any before."""
 
 
 class _Question(NamedTuple):
@@ -40,7 +46,8 @@ class Patience:
     """One neighbour's unanswered questions. While there are any, a timer runs; it is not moved for each of them.
 
     A question's size is what the answer takes time for; larger ones than those answered may take longer in proportion.
-    `least_seconds` it may always take, and `first_seconds` for the first answer; `fixed_seconds` overrides all that.
+    `least_seconds` it may always take, and `first_seconds`, or as many times what it took to be there, for the first
+    answer; `fixed_seconds` overrides all that.
     """
 
     def __init__(
@@ -52,7 +59,7 @@ class Patience:
     ) -> None:
         self._wake_after = wake_after
         self._least_seconds = least_seconds
-        self._first_seconds = first_seconds
+        self._first_seconds = self._least_first_seconds = first_seconds
         self._fixed_seconds = fixed_seconds
         self._asked: deque[_Question] = deque()
         self._answers: deque[_Answer] = deque(maxlen=RECENT_ANSWERS)
@@ -89,9 +96,15 @@ class Patience:
         self._asked.clear()
         self._stop()
 
-    def begin_again(self) -> None:
-        """There is another one in its place, which has answered nothing yet."""
+    def learn(self, seconds: float) -> None:
+        """An answer that nobody has asked for took so long."""
+        self._longest = max(self._longest or _Answer(seconds, 1), _Answer(seconds, 1))
+
+    def begin_again(self, seconds: float | None = None) -> None:
+        """There is another one in its place, which has answered nothing yet, and needed so long to be there."""
         self.give_up()
+        if seconds is not None:
+            self._first_seconds = max(self._least_first_seconds, FACTOR * seconds)
         self._answers.clear()
         self._longest = None
 

@@ -9,7 +9,7 @@ from cuelight.actors.scheduler.outbox import Neighbours
 from cuelight.actors.scheduler.recovery import Recovery
 from cuelight.actors.scheduler.switching import Switching, confirm
 from cuelight.actors.scheduler.tracked import Tracked
-from cuelight.actors.scheduler.workload import CACHE, EXECUTOR, REPORT, Workload, token_capacity
+from cuelight.actors.scheduler.workload import CACHE, EXECUTOR, REPORT, START, Workload, token_capacity
 from cuelight.kernel import Context, Terminated, get_logger
 from cuelight.messages import executor, intake, observer
 from cuelight.messages.address import Address
@@ -151,6 +151,9 @@ class Succession:
             present = [each for plan in self._work.flights for each, _, _ in plan]
             self._work.pool = None
             self._work.lose_blocks("the executor was lost")
+            self._work.doubts[START].give_up()
+            if death.is_restarting:
+                self._work.doubts[START].asked(self._now())
             if death.error:
                 self._recovery.lost(death.error, self._now())
                 self._inquire(death.error, [each for each in present if not each.is_over])
@@ -164,7 +167,9 @@ class Succession:
         self._work.pool = ready
         self._had_executor = True
         self._work.flights.life = ready.life
-        self._work.doubts[EXECUTOR].begin_again()
+        self._work.doubts[EXECUTOR].begin_again(ready.seconds)
+        self._work.doubts[START].give_up()
+        self._work.doubts[START].learn(ready.seconds)
         self._work.reset_cache()
         self.serve()
         self._recovery.ready(ready.seconds, now)

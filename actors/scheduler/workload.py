@@ -17,7 +17,14 @@ from cuelight.actors.scheduler.door import Door
 from cuelight.actors.scheduler.endings import Endings
 from cuelight.actors.scheduler.flights import Flights
 from cuelight.actors.scheduler.outbox import Neighbours, Outbox
-from cuelight.actors.scheduler.patience import FIRST_STEP_SECONDS, PATIENCE_SECONDS, STEP_SECONDS, Patience
+from cuelight.actors.scheduler.patience import (
+    FIRST_STEP_SECONDS,
+    PATIENCE_SECONDS,
+    REPORT_SECONDS,
+    START_SECONDS,
+    STEP_SECONDS,
+    Patience,
+)
 from cuelight.actors.scheduler.planning import Limits, stop_reason
 from cuelight.actors.scheduler.policy import OUTPUT_TOKEN_COST, policy_of
 from cuelight.actors.scheduler.queue import Queue
@@ -44,6 +51,7 @@ DEADLINES: Final = "deadlines"
 CACHE: Final = "cache manager"
 EXECUTOR: Final = "executor"
 REPORT: Final = "executor that was asked for a report"
+START: Final = "executor that is to take the place of a lost one"
 
 log = get_logger("cuelight.scheduler")
 
@@ -406,5 +414,6 @@ def _doubts(
     return {
         CACHE: Patience(wake_after(CACHE), PATIENCE_SECONDS, PATIENCE_SECONDS),
         EXECUTOR: Patience(wake_after(EXECUTOR), least, first, limits.step_timeout_seconds),
-        REPORT: Patience(wake_after(REPORT), FIRST_STEP_SECONDS, FIRST_STEP_SECONDS),
+        REPORT: Patience(wake_after(REPORT), REPORT_SECONDS, REPORT_SECONDS),
+        START: Patience(wake_after(START), START_SECONDS, REPORT_SECONDS),
     }

@@ -11,7 +11,7 @@ import anyio
 
 from cuelight.kernel.actor import InLoop, Part
 from cuelight.kernel.clock import Clock, LoopClock
-from cuelight.kernel.errors import ActorCrashed
+from cuelight.kernel.errors import ActorCrashed, RemoteError
 from cuelight.kernel.events import Delivered, Tap
 from cuelight.kernel.placement import Placed, prepare
 from cuelight.kernel.ref import Deadlines
@@ -61,6 +61,9 @@ class System(Stage):
         self._workers: WeakSet[WorkerThread[object]] = WeakSet()
         """Those that have not ended: their threads keep them."""
         self._host: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
+        """It is not being started."""
+        self._over.set()
         self._opener: asyncio.Task[object] | None = None
 
     async def start(self) -> None:
@@ -74,6 +77,7 @@ class System(Stage):
         self.clock = self._own_clock or LoopClock(loop)
         self._deadlines = Deadlines(loop, LoopClock(loop))
         self._patience = anyio.CancelScope()
+        self._over.clear()
         for part in self._cast:
             self._add_seat(part)
         try:
@@ -87,6 +91,7 @@ class System(Stage):
         except BaseException:  # to its opener it never started, so nobody else will stop it
             self.is_dropping = True
             await (self._clear() if self._host is None else self.stop())
+            self._over.set()
             raise
 
     async def stop(self, *, drop: bool = False, timeout_seconds: float | None = None) -> None:
@@ -97,6 +102,10 @@ class System(Stage):
         done twice.
         """
         if self._host is None:
+            for seat in self._seats.values():  # where it is just being started, that comes to nothing
+                if isinstance(seat.life, Placed):
+                    seat.life.strike(ActorCrashed(seat.name, "construction", RemoteError("the system was stopped")))
+            await self._over.wait()
             return
         if not self._host.done():  # maybe long ago, in a loop that is closed by now
             self.is_dropping = self.is_dropping or drop

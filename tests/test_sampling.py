@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from cuelight.actors.executor.batch import Draw
-from cuelight.actors.executor.chance import uniform, uniforms
+from cuelight.actors.executor.chance import bits, key, keys, noise
 from cuelight.actors.executor.model import sampling as sampling_module
 from cuelight.actors.executor.model.graphs_checked import waits
 from cuelight.actors.executor.model.sampling import FEW, peak_bytes, sample
@@ -31,31 +31,33 @@ def draw(sampling: Sampling, position: int = 10, output_index: int = 3) -> Draw:
     return Draw(RequestId(1), 0, 0, position, output_index, sampling)
 
 
-def obvious(logits: list[float], sampling: Sampling, u: float) -> int:
-    """Sort, cut to the k best, cut to the smallest set whose probability reaches p, and walk until u is passed.
+def obvious_noise(seed: int, position: int, token: int) -> float:
+    """In whole numbers of Python, and with the functions of its `math`."""
 
-    Without cuts the walk is in the order of the vocabulary, else from the most probable token on.
-    """
-    order = range(len(logits))
-    filtered = sampling.top_k > 0 or sampling.top_p < 1
-    if filtered:
-        order = sorted(order, key=lambda token: -logits[token])[: sampling.top_k or None]
-    best = max(logits)
-    weights = [(token, math.exp((logits[token] - best) / sampling.temperature)) for token in order]
-    if filtered:
-        total, reached, kept = sum(weight for _, weight in weights), 0.0, []
-        for token, weight in weights:
-            if kept and reached >= sampling.top_p * total:
-                break
-            kept.append((token, weight))
-            reached += weight
-        weights = kept
-    target, reached = u * sum(weight for _, weight in weights), 0.0
-    for token, weight in weights:
-        reached += weight
-        if reached > target:
-            return token
-    raise AssertionError("u is below 1")
+    def mixed(x: int) -> int:
+        x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+        x = (x ^ x >> 15) * 0x846CA68B % 2**32
+        return x ^ x >> 16
+
+    high, low = divmod(key(seed, position), 2**32)
+    y = (mixed(mixed((token + low) % 2**32) ^ high) + 0.5) / 2**32
+    return -math.log(-math.log1p(-y))
+
+
+def obvious(logits: list[float], sampling: Sampling, position: int) -> int:
+    """Sort, cut to the k best, cut to the smallest set whose probability reaches p, and take the highest score."""
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])[: sampling.top_k or None]
+    scaled = {token: (logits[token] - max(logits)) / sampling.temperature for token in order}
+    total, reached = sum(map(math.exp, scaled.values())), 0.0
+    kept: list[int] = []
+    for token in order:
+        if kept and sampling.top_p < 1 and reached >= sampling.top_p * total:
+            break
+        kept.append(token)
+        reached += math.exp(scaled[token])
+    assert sampling.seed is not None
+    seed = sampling.seed
+    return max(kept, key=lambda token: scaled[token] + obvious_noise(seed, position, token))
 
 
 def random_logits(rows: int, seed: int, spread: float = 3.0) -> torch.Tensor:
@@ -76,8 +78,7 @@ def options() -> st.SearchStrategy[Sampling]:
 @settings(deadline=None)
 def test_the_token_is_the_one_that_the_obvious_way_gives(seed: int, sampling: Sampling, position: int) -> None:
     logits = random_logits(1, seed)
-    assert sampling.seed is not None
-    wanted = obvious(logits[0].tolist(), sampling, uniform(sampling.seed, position))
+    wanted = obvious(logits[0].tolist(), sampling, position)
     assert sample(logits, [draw(sampling, position)], ()).tolist() == [wanted]
 
 
@@ -195,52 +196,74 @@ def test_tokens_of_no_probability_are_never_chosen() -> None:
     assert set(sample(logits, [draw(wish) for wish in wishes], ()).tolist()) == {3, 40}
 
 
-def test_the_last_token_is_chosen_when_u_is_as_large_as_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "cuelight.actors.executor.model.sampling.uniforms", lambda seeds, _: np.full(len(seeds), 1 - 2.0**-53)
-    )
-    logits = torch.zeros(1, VOCABULARY)
-    logits[0, -1] = -math.inf
-    assert sample(logits.clone(), [draw(Sampling(temperature=1.0))], ()).tolist() == [VOCABULARY - 2]
-    assert sample(logits.clone(), [draw(Sampling(temperature=1.0, top_k=9))], ()).tolist() == [8]
-
-
 def test_half_precision_logits_are_sampled_as_float32() -> None:
     logits = random_logits(4, 6).bfloat16()
     draws = [draw(Sampling(temperature=1.0, seed=seed, top_k=seed * 5)) for seed in range(4)]
     assert torch.equal(sample(logits.clone(), draws, ()), sample(logits.float(), draws, ()))
 
 
-def test_uniform_is_even_in_positions_and_in_seeds() -> None:
-    for numbers in ([uniform(1, i) for i in range(10_000)], [uniform(i, 1) for i in range(10_000)]):
-        assert all(0 <= number < 1 for number in numbers)
-        assert abs(sum(numbers) / 10_000 - 0.5) < 0.01
-        bins = Counter(int(number * 100) for number in numbers)
+def numbers(seeds: list[int], positions: list[int], tokens: list[int]) -> list[float]:
+    """The bits of each (seed, position, token) as a number in 0..1."""
+    each = zip(seeds, positions, tokens, strict=True)
+    return [float(bits(key(seed, position), np.array([token]))[0]) * 2.0**-32 for seed, position, token in each]
+
+
+def test_bits_are_even_in_positions_in_seeds_and_in_tokens() -> None:
+    same, counted = [1] * 10_000, list(range(10_000))
+    for drawn in (numbers(same, counted, same), numbers(counted, same, same), numbers(same, same, counted)):
+        assert abs(sum(drawn) / 10_000 - 0.5) < 0.01
+        bins = Counter(int(number * 100) for number in drawn)
         assert sum((bins[i] - 100) ** 2 / 100 for i in range(100)) < 150, "beyond the 99.9th percentile"
-        lagged = sum((a - 0.5) * (b - 0.5) for a, b in pairwise(numbers)) / 10_000
+        lagged = sum((a - 0.5) * (b - 0.5) for a, b in pairwise(drawn)) / 10_000
         assert abs(lagged) < 0.004, "neighbours are not alike"
 
 
-def test_uniform_is_what_it_was() -> None:
+def test_the_same_token_in_neighbouring_rows_has_other_noise() -> None:
+    tokens = np.arange(1000)
+    rows = np.array([noise(key(seed, position), tokens) for seed in range(10) for position in range(10)])
+    alike = np.corrcoef(rows)[~np.eye(100, dtype=bool)]
+    assert abs(alike).max() < 0.16, "five deviations"
+    alike = np.corrcoef(rows.T)[~np.eye(1000, dtype=bool)]
+    assert abs(alike).max() < 0.6, "six deviations"
+
+
+def test_no_two_tokens_of_a_row_have_the_same_bits() -> None:
+    assert len(np.unique(bits(key(3, 4), np.arange(300_000)))) == 300_000
+
+
+def test_noise_is_finite_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = np.array([0, 2**32 - 1], np.uint32)
+    monkeypatch.setattr("cuelight.actors.executor.chance.bits", lambda *_: ends)
+    np.testing.assert_allclose(noise(0, np.arange(2)), [33 * math.log(2), -math.log(33 * math.log(2))])
+
+
+def test_noise_is_what_it_was() -> None:
     """A seed given today must give the same text after an update."""
-    assert [uniform(0, 0), uniform(1, 2), uniform(2**64 - 1, 10**9)] == [
-        0.28176129772258496,
-        0.9435642308648544,
-        0.8879376022895749,
+    assert [key(0, 0), key(1, 2), key(2**64 - 1, 10**9)] == [
+        5197578548964807871,
+        17405687883870564846,
+        16379557702859085239,
     ]
+    assert bits(key(1, 2), np.array([0, 1, 49151])).tolist() == [1065063422, 1462770872, 3396370945]
 
 
 @given(SEEDS, st.integers(0, 10**9))
-def test_uniform_is_a_function_of_seed_and_position(seed: int, position: int) -> None:
-    assert uniform(seed, position) == uniform(seed, position)
-    assert uniform(seed, position) != uniform(seed, position + 1)
-    assert uniform(seed, position) != uniform((seed + 1) % 2**64, position)
+def test_a_key_is_a_function_of_seed_and_position(seed: int, position: int) -> None:
+    assert key(seed, position) == key(seed, position)
+    assert key(seed, position) != key(seed, position + 1)
+    assert key(seed, position) != key((seed + 1) % 2**64, position)
 
 
 @given(st.lists(st.tuples(SEEDS, st.integers(0, 10**9)), min_size=1, max_size=20))
-def test_uniforms_are_uniform_for_each(pairs: list[tuple[int, int]]) -> None:
+def test_keys_are_the_key_of_each(pairs: list[tuple[int, int]]) -> None:
     seeds, positions = zip(*pairs, strict=True)
-    assert uniforms(seeds, positions).tolist() == [uniform(*pair) for pair in pairs]
+    assert keys(seeds, positions).tolist() == [key(*pair) for pair in pairs]
+
+
+@given(SEEDS, st.integers(0, 10**9), st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20))
+def test_noise_is_the_obvious_one(seed: int, position: int, tokens: list[int]) -> None:
+    obvious_ones = [obvious_noise(seed, position, token) for token in tokens]
+    np.testing.assert_allclose(noise(key(seed, position), np.array(tokens)), obvious_ones, rtol=1e-13, atol=1e-13)
 
 
 def mixed(count: int, seed: int) -> list[Draw]:
@@ -305,9 +328,9 @@ def test_only_what_is_asked_for_is_computed() -> None:
 
     greedy, hot = Sampling(), Sampling(temperature=1.0, seed=1)
     few, cut = Sampling(temperature=1.0, top_k=5), Sampling(temperature=1.0, top_p=0.5)
-    assert not operations(greedy, greedy) & {"sort", "topk", "cumsum", "exp_", "index", "_to_copy"}
-    assert "cumsum" in operations(greedy, hot)
-    assert not operations(greedy, hot) & {"sort", "topk"}
+    assert not operations(greedy, greedy) & {"sort", "topk", "cumsum", "exp", "log1p_", "index", "_to_copy"}
+    assert "log1p_" in operations(greedy, hot)
+    assert not operations(greedy, hot) & {"sort", "topk", "cumsum", "exp"}
     assert "topk" in operations(hot, few)
     assert "sort" not in operations(hot, few)
     assert "sort" in operations(greedy, cut)

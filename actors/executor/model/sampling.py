@@ -16,16 +16,16 @@ import numpy.typing as npt
 import torch
 
 from cuelight.actors.executor.batch import Draw
-from cuelight.actors.executor.chance import uniforms
+from cuelight.actors.executor.chance import TOKEN_FIRST, TOKEN_SECOND, keys
 
 FEW = 1024
 """Up to so many, the most probable tokens are picked out; beyond that all are sorted."""
 
 ELEMENTS_MAX = 1 << 22
-"""So many logits are treated at once, or one row's: what is computed from them takes 64 times as many bytes."""
+"""So many logits are treated at once, or one row's: what is computed from them takes 72 times as many bytes."""
 
-ELEMENT_BYTES = 64
-"""Of each logit that is treated: itself, sorted with its place, weights and their sums in double."""
+ELEMENT_BYTES = 72
+"""Of each logit that is treated: itself, sorted with its place, its noise, and scores, weights and sums in double."""
 
 Device = Callable[[str], torch.Tensor]
 """The array of a name, on the device."""
@@ -88,7 +88,7 @@ def _options(
     arrays: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]] = {
         f"{way} rows": np.array(rows, np.int64),
         f"{way} temperature": np.array([wish.temperature for wish in wishes], np.float64),
-        f"{way} u": uniforms([wish.seed or 0 for wish in wishes], [draw.position for draw in draws]),
+        f"{way} key": keys([wish.seed or 0 for wish in wishes], [draw.position for draw in draws]).view(np.int64),
     }
     if way is not Way.PLAIN:
         arrays[f"{way} top_k"] = np.array([wish.top_k or 2**62 for wish in wishes], np.int64)
@@ -100,7 +100,8 @@ def choose(logits: torch.Tensor, plan: SamplingPlan, device: Device) -> torch.Te
     """One token id per row of `logits` ([rows, vocabulary]), which it may change; -1 for a row that is not finite.
 
     Each row is treated by its own options alone. `top_k` is applied before `top_p`, which keeps the smallest set of
-    most probable tokens whose probabilities reach it.
+    most probable tokens whose probabilities reach it. Of what is kept, the token with the largest sum of
+    logit / temperature and noise is chosen.
     """
     if plan.forbids:
         nothing = logits.new_full((), -torch.inf)
@@ -130,34 +131,51 @@ class _Rows:
     def choose(self, few: int) -> torch.Tensor:
         """A token id for each."""
         if self._way is Way.PLAIN:
-            return self._pick(self._weights(self._logits))
+            token_ids = torch.arange(self._logits.shape[-1], dtype=torch.int32, device=self._logits.device)
+            return self._scaled(self._logits).add_(self._noise(token_ids[None])).argmax(dim=-1)
         if self._way is Way.FEW:
-            values, token_ids = _largest(self._logits, few)
+            values, order = _largest(self._logits, few)
         else:
             # Not minus zero: to a device's sort it may be less than zero.
-            values, token_ids = (self._logits + 0.0).sort(dim=-1, descending=True, stable=True)
-        picked = self._pick(self._kept(self._weights(values)))
-        return token_ids.gather(-1, picked[:, None])[:, 0]
+            values, order = (self._logits + 0.0).sort(dim=-1, descending=True, stable=True)
+        scores = self._scaled(values)
+        lost = self._lost(scores.exp())
+        scores.add_(self._noise(order.to(torch.int32))).masked_fill_(lost, -torch.inf)
+        return order.gather(-1, scores.argmax(dim=-1, keepdim=True))[:, 0]
 
-    def _weights(self, logits: torch.Tensor) -> torch.Tensor:
-        """Unnormalised, in double: the sums of these must not depend on how a device adds floats up."""
-        return (logits - self._best).double().div_(self._option("temperature")).exp_()
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logarithms of unnormalised probabilities, in double; the best is 0."""
+        return logits.double().sub_(self._best).div_(self._option("temperature"))
 
-    def _kept(self, weights: torch.Tensor) -> torch.Tensor:
-        """Nothing for all but the best, which come first."""
+    def _lost(self, weights: torch.Tensor) -> torch.Tensor:
+        """Which may not be chosen, by their weights, the best first; in double, since the sums must not depend on how a
+        device adds floats up. Changes the weights."""
         rank = torch.arange(weights.shape[-1], device=weights.device)
-        weights = weights.masked_fill_(rank >= self._option("top_k"), 0)
-        before = weights.cumsum(dim=-1) - weights
+        lost = rank >= self._option("top_k")
+        weights.masked_fill_(lost, 0)
         limit = self._option("top_p") * weights.sum(dim=-1, keepdim=True)
-        return weights.masked_fill_((before >= limit) & (rank > 0), 0)
+        before = weights.cumsum(dim=-1).sub_(weights)
+        return lost.logical_or_((before >= limit).logical_and_(rank > 0))
 
-    def _pick(self, weights: torch.Tensor) -> torch.Tensor:
-        """Inverse transform sampling: the first index where the running sum of weights passes u times the total."""
-        sums = weights.cumsum(dim=-1)
-        picked = torch.searchsorted(sums, self._option("u") * sums[:, -1:], right=True)[:, 0]
-        # Rounding may reach past the last token of any weight.
-        last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.int8).argmax(dim=-1)
-        return torch.minimum(picked, last)
+    def _noise(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """`chance.noise` of each row's key and these tokens, in double."""
+        halves = self._device(f"{self._way} key")[self._piece].view(torch.int32).view(-1, 2)
+        x = token_ids + halves[:, :1]
+        spare = torch.empty_like(x)
+        _mix(x, spare)
+        _mix(x.bitwise_xor_(halves[:, 1:]), spare)
+        # Numbers of 32 bits without a sign, from those with one.
+        y = x.bitwise_xor_(-(2**31)).double().add_(2.0**31 + 0.5).mul_(2.0**-32)
+        return y.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix(x: torch.Tensor, spare: torch.Tensor) -> None:
+    """`chance`'s mix of 32 bits, in place; `spare` is overwritten. Products wrap around."""
+    for shift, factor in ((16, TOKEN_FIRST), (15, TOKEN_SECOND - 2**32), (16, 1)):
+        torch.bitwise_right_shift(x, shift, out=spare)
+        x.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1))
+        if factor != 1:
+            x.mul_(factor)
 
 
 def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

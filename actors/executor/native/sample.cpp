@@ -16,8 +16,22 @@ struct Heat {
     float octave, octave_rest;  // together the difference that halves a weight; the first has few bits
 };
 
+// What makes the noise of one row its own.
+struct Key {
+    uint32_t low, high;
+};
+
+inline uint32_t mixed(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+// As in chance.py.
+inline uint32_t bits_of(Key key, uint32_t id) { return mixed(mixed(id + key.low) ^ key.high); }
+
 constexpr int kGroup = 16;  // numbers of which the largest is kept, to find the k-th largest of all
-constexpr int kRun = 256;   // tokens whose weights are summed in one go: they stay in the first cache
+constexpr int kRun = 256;   // tokens that are weighed or bounded in one go: they stay in the first cache
 constexpr int kLanes = 16;  // sums side by side, the same in every form
 constexpr int kLook = 64;   // numbers that are passed over together
 
@@ -26,6 +40,7 @@ constexpr int kLook = 64;   // numbers that are passed over together
 
 #define CUE_KERNEL "sample_kernel.h"
 #include "each_isa.h"
+#include "sample_race.h"
 #include "threads.h"
 
 namespace cue {
@@ -37,6 +52,7 @@ decltype(&plain::sums_row) const sums_forms[] = CUE_FORMS(sums_row);
 decltype(&plain::gather_row) const gather_forms[] = CUE_FORMS(gather_row);
 decltype(&plain::ends_row) const ends_forms[] = CUE_FORMS(ends_row);
 decltype(&plain::members_row) const members_forms[] = CUE_FORMS(members_row);
+decltype(&plain::before_row) const before_forms[] = CUE_FORMS(before_row);
 decltype(&plain::bins_row) const bins_forms[] = CUE_FORMS(bins_row);
 
 constexpr int kWidest = 16;  // floats that a form may store at once
@@ -56,9 +72,9 @@ Heat heat_of(float most, double temperature) {
 }
 
 constexpr double kTiny = std::numeric_limits<double>::min();  // a target above 0, that the first token reaches
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr double kOctavesKept = 128.0;  // a little more than a weight may have
 constexpr double kSafety = 0.99;        // far more than weights and sums are rounded by
+constexpr double kTopPMost = 0.75;      // from here on it pays to suppose that the winner of all tokens is kept
 
 // Tokens in the order of their ids.
 struct Tokens {
@@ -220,7 +236,8 @@ thread_local Room kept_room;
 struct Options {
     double temperature;
     int64_t top_k;  // 0: all
-    double top_p, uniform;
+    double top_p;
+    Key key;
 };
 
 // The choice in one row.
@@ -248,29 +265,8 @@ private:
     }
 
     int64_t plain_choice() {
-        const double target = options_.uniform * total();
-        double before = 0.0, sum = 0.0;
-        size_t run = 0;  // in which the target is passed, or the last of any weight
-        for (size_t i = 0; i < room_.sums.size() && sum <= target; ++i) {
-            if (room_.sums[i] == 0.0) continue;
-            run = i, before = sum;
-            sum += room_.sums[i];
-        }
-        return walk(static_cast<int64_t>(run) * kRun, before, target);
-    }
-
-    // The token of a run at which the sum passes the target, or the last of any weight.
-    int64_t walk(int64_t begin, double before, double target) const {
-        float weights[kRun];
-        const int64_t count = std::min<int64_t>(kRun, n_ - begin);
-        weigh_forms[isa_](logits_ + begin, count, heat_, weights);
-        int64_t last = begin;
-        for (int64_t i = 0; i < count && before <= target; ++i) {
-            if (weights[i] == 0.0f) continue;
-            last = begin + i;
-            before += static_cast<double>(weights[i]);
-        }
-        return last;
+        Race race(logits_, nullptr, n_, options_.temperature, heat_, options_.key, isa_);
+        return race.winner(kNowhere, room_.peaks);
     }
 
     int64_t ranked_choice() {
@@ -285,15 +281,39 @@ private:
         }
         gather(logits_, n_, least);
         weigh_forms[isa_](room_.all.logits.data(), room_.all.count, heat_, room_.all.weights.data());
+        if (options_.top_k == 0 && options_.top_p >= kTopPMost) {
+            // Mostly the winner of all is one of those that are kept, which is sooner found out than where they end.
+            const int64_t winner = race(kNowhere);
+            if (weight_before(winner) < wanted(all)) return winner;
+        }
+        return race(end_of_kept(all));
+    }
+
+    // The sum that the kept tokens must reach.
+    double wanted(double all) const { return std::max(options_.top_p * all, kTiny); }
+
+    End end_of_kept(double all) {
         Ranking ranking(room_.all, room_.some, room_.places, isa_);
         Place end = ranking.end();
         if (options_.top_k > 0) {
             if (options_.top_k < room_.all.count) end = ranking.reach(kCount, static_cast<double>(options_.top_k));
             all = end.sums.weight;
         }
-        if (options_.top_p < 1.0) end = first(end, ranking.reach(kWeight, std::max(options_.top_p * all, kTiny)));
-        const double passed = std::nextafter(options_.uniform * end.sums.weight, HUGE_VAL);
-        return first(end, ranking.reach(kWeight, passed)).id;
+        if (options_.top_p < 1.0) end = first(end, ranking.reach(kWeight, wanted(all)));
+        return end.id < 0 ? kNowhere : End{logits_[end.id], end.id};
+    }
+
+    int64_t race(const End& end) {
+        const Tokens& tokens = room_.all;
+        Race race(tokens.logits.data(), tokens.ids.data(), tokens.count, options_.temperature, heat_, options_.key,
+                  isa_);
+        return race.winner(end, room_.peaks);
+    }
+
+    double weight_before(int64_t id) const {
+        const Tokens& tokens = room_.all;
+        return before_forms[isa_](tokens.logits.data(), tokens.weights.data(), tokens.ids.data(), tokens.count,
+                                  logits_[id], static_cast<int32_t>(id));
     }
 
     // A logit below that of any token that weighs 2^-octaves at least.
@@ -338,12 +358,13 @@ private:
 }  // namespace cue
 
 extern "C" void cue_sample(const float* logits, int64_t stride, int64_t rows, int64_t n, const double* temperatures,
-                           const int64_t* top_k, const double* top_p, const double* uniforms, int64_t* out) {
+                           const int64_t* top_k, const double* top_p, const uint64_t* keys, int64_t* out) {
     const cue::Isa isa = cue::isa();
     cue::parallel(static_cast<int>(rows), [&](int row) {
         if (temperatures[row] == 0.0) return;
         const double temperature = std::min(std::max(temperatures[row], cue::kTemperatureLeast), cue::kTemperatureMost);
-        const cue::Options options{temperature, top_k[row], top_p[row], uniforms[row]};
+        const cue::Key key{static_cast<uint32_t>(keys[row]), static_cast<uint32_t>(keys[row] >> 32)};
+        const cue::Options options{temperature, top_k[row], top_p[row], key};
         out[row] = cue::Row(logits + row * stride, n, options, isa, cue::kept_room).choose();
     });
 }

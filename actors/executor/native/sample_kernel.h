@@ -48,20 +48,42 @@ CUE_APART void weigh(const float* x, int64_t n, const Heat& heat, float* weights
     store_some(weights + i, weight(load_some(x + i, left), heat), left);
 }
 
+// The sum of the first `count` of kRun weights, and zeros for the others.
+inline double sum_of_run(float* weights, int64_t count) {
+    for (int64_t i = count; i < kRun; ++i) weights[i] = 0.0f;
+    double lanes[kLanes] = {};
+    for (int i = 0; i < kRun; i += kLanes)
+        for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += static_cast<double>(weights[i + lane]);
+    double sum = 0.0;
+    for (const double lane : lanes) sum += lane;
+    return sum;
+}
+
 // The weight of each kRun tokens.
 void sums_row(const float* x, int64_t n, const Heat& heat, double* sums) {
     float weights[kRun];
     for (int64_t begin = 0; begin < n; begin += kRun) {
         const int64_t count = begin + kRun < n ? kRun : n - begin;
         weigh(x + begin, count, heat, weights);
-        for (int64_t i = count; i < kRun; ++i) weights[i] = 0.0f;
-        double lanes[kLanes] = {};
-        for (int i = 0; i < kRun; i += kLanes)
-            for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += static_cast<double>(weights[i + lane]);
-        double sum = 0.0;
-        for (const double lane : lanes) sum += lane;
-        *sums++ = sum;
+        *sums++ = sum_of_run(weights, count);
     }
+}
+
+// The weight of the tokens that come before this one in descending order of logits, equals by their ids.
+double before_row(const float* x, const float* weights, const int32_t* ids, int64_t n, float logit, int32_t id) {
+    double sum = 0.0;
+    float counted[kRun];
+    for (int64_t begin = 0; begin < n; begin += kRun) {
+        const int64_t count = begin + kRun < n ? kRun : n - begin;
+        for (int64_t i = 0; i < count; ++i) {
+            const float weight = weights[begin + i];
+            const float of_equals = ids[begin + i] < id ? weight : 0.0f;
+            const float of_lower = x[begin + i] == logit ? of_equals : 0.0f;
+            counted[i] = x[begin + i] > logit ? weight : of_lower;
+        }
+        sum += sum_of_run(counted, count);
+    }
+    return sum;
 }
 
 // The numbers that are not below `least`, and where they were, in order; returns how many.
@@ -117,4 +139,35 @@ int64_t members_row(const int32_t* bins, int64_t n, int32_t bin, int32_t* places
         }
     }
     return count;
+}
+
+// In octaves, at least the score of each token of a run, and less than 1/10 more where its noise is high: of the noise
+// -log2(-log1p(-y)) only -log2(y) is taken, and of that the exponent and, as a straight line, the mantissa of y.
+CUE_APART void bounds(const float* x, const int32_t* ids, int64_t n, const Heat& heat, Key key, float* out) {
+    float parts[kRun];  // y in units of 2^-32
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t bits = bits_of(key, static_cast<uint32_t>(ids[i]));
+        const float high = static_cast<float>(static_cast<int32_t>(bits >> 16));
+        parts[i] = high * 65536.0f + (static_cast<float>(static_cast<int32_t>(bits & 0xffff)) + 0.5f);
+    }
+    int32_t words[kRun];
+    std::memcpy(words, parts, static_cast<size_t>(n) * sizeof(float));
+    for (int64_t i = 0; i < n; ++i)
+        out[i] = (x[i] - heat.most) * heat.factor + (159.0f - static_cast<float>(words[i]) * 0x1p-23f);
+}
+
+// The largest bound of each kRun tokens. Without ids these are 0, 1, 2 and so on.
+void race_row(const float* x, const int32_t* ids, int64_t n, const Heat& heat, Key key, float* peaks) {
+    float here[kRun];
+    int32_t counted[kRun];
+    for (int64_t begin = 0; begin < n; begin += kRun) {
+        const int64_t count = begin + kRun < n ? kRun : n - begin;
+        if (ids == nullptr)
+            for (int i = 0; i < kRun; ++i) counted[i] = static_cast<int32_t>(begin) + i;
+        bounds(x + begin, ids == nullptr ? counted : ids + begin, count, heat, key, here);
+        for (int64_t i = count; i < kRun; ++i) here[i] = -INFINITY;
+        F high = load(here);
+        for (int i = W; i < kRun; i += W) high = max(high, load(here + i));
+        *peaks++ = largest(high);
+    }
 }

@@ -6,10 +6,13 @@ import ctypes
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from cuelight.actors.executor.batch import Draw
-from cuelight.actors.executor.chance import uniform
+from cuelight.actors.executor.chance import key
 from cuelight.actors.executor.native.sampling import Doubles, Floats, Ints
+
+Keys = npt.NDArray[np.uint64]
 
 
 class SampleKernel:
@@ -20,24 +23,23 @@ class SampleKernel:
         self._sample = library.cue_sample
         self._sample.argtypes, self._sample.restype = (p, i64, i64, i64, p, p, p, p, p), None
 
-    def sample(
-        self, logits: Floats, temperatures: Doubles, top_k: Ints, top_p: Doubles, uniforms: Doubles, out: Ints
-    ) -> None:
+    def sample(self, logits: Floats, temperatures: Doubles, top_k: Ints, top_p: Doubles, keys: Keys, out: Ints) -> None:
         """`out[i]` becomes a token of row i of logits, unless its temperature is 0; -1 if no logit is finite.
 
-        The options are as in `Sampling`, one for each row. Raises `ValueError` on arrays that do not fit.
+        The options are as in `Sampling`, one for each row, and so are the keys, of seed and position. Raises
+        `ValueError` on arrays that do not fit.
         """
         rows, n = logits.shape
         if logits.dtype != np.float32 or logits.strides[1:] != (4,) or logits.strides[0] % 4 or not 0 < n < 2**31:
             raise ValueError(f"logits are rows of float32, not {logits.dtype} {logits.shape}")
         options = [
             _address(array, kind, rows)
-            for array, kind in ((temperatures, "f8"), (top_k, "i8"), (top_p, "f8"), (uniforms, "f8"), (out, "i8"))
+            for array, kind in ((temperatures, "f8"), (top_k, "i8"), (top_p, "f8"), (keys, "u8"), (out, "i8"))
         ]
         self._sample(logits.ctypes.data, logits.strides[0] // 4, rows, n, *options)
 
 
-def _address(array: Doubles | Ints, kind: str, rows: int) -> int:
+def _address(array: Doubles | Ints | Keys, kind: str, rows: int) -> int:
     if array.dtype != np.dtype(kind) or array.shape != (rows,) or not array.flags.c_contiguous:
         raise ValueError(f"needed {rows} numbers of type {kind}, not {array.dtype} {array.shape}")
     return array.ctypes.data
@@ -75,11 +77,11 @@ class Sampler:
         return best if logits[best] > -np.inf else -1
 
     def _sample(self, logits: Floats, best: Ints, draws: Sequence[Draw], sampled: Sequence[int]) -> None:
-        temperatures, top_p, uniforms = np.zeros((3, len(draws)))
-        top_k = np.zeros(len(draws), np.int64)
+        temperatures, top_p = np.zeros((2, len(draws)))
+        top_k, keys = np.zeros(len(draws), np.int64), np.zeros(len(draws), np.uint64)
         for row in sampled:
             draw = draws[row]
             sampling = draw.sampling
             temperatures[row], top_k[row], top_p[row] = sampling.temperature, sampling.top_k, sampling.top_p
-            uniforms[row] = uniform(sampling.seed or 0, draw.position)
-        self._kernel.sample(logits, temperatures, top_k, top_p, uniforms, best)
+            keys[row] = key(sampling.seed or 0, draw.position)
+        self._kernel.sample(logits, temperatures, top_k, top_p, keys, best)

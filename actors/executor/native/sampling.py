@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cuelight.actors.executor.batch import Draw
-from cuelight.actors.executor.chance import uniform
+from cuelight.actors.executor.chance import key, noise
 from cuelight.messages.request import Sampling
 
 Floats = npt.NDArray[np.float32]
@@ -22,7 +22,8 @@ FIRST_SORTED = 1024
 def choose(logits: Floats, draw: Draw, eos_token_ids: Sequence[int]) -> int:
     """The token for one row of finite logits [vocabulary], which it may change; -1 if all tokens are forbidden.
 
-    `top_k` is applied before `top_p`, which keeps the smallest set of most probable tokens that reach it.
+    `top_k` is applied before `top_p`, which keeps the smallest set of most probable tokens that reach it. Of what is
+    kept, the token with the largest sum of logit / temperature and noise is chosen; of equals the first.
     """
     sampling = draw.sampling
     if draw.output_index < sampling.min_tokens:
@@ -33,36 +34,37 @@ def choose(logits: Floats, draw: Draw, eos_token_ids: Sequence[int]) -> int:
         return -1
     if sampling.temperature == 0:
         return best
-    u = uniform(sampling.seed or 0, draw.position)
-    if sampling.top_k == 0 and sampling.top_p == 1:
-        return _pick(_weights(logits, logits[best], sampling.temperature), u)
-    order, weights = _kept(logits, logits[best], sampling)
-    return int(order[_pick(weights, u)])
+    kept = _kept(logits, logits[best], sampling)
+    scores = _scaled(logits[kept], logits[best], sampling.temperature)
+    scores += noise(key(sampling.seed or 0, draw.position), kept)
+    return int(kept[scores.argmax()])
 
 
-def _weights(logits: Floats, best: np.float32, temperature: float) -> Doubles:
-    """Unnormalised probabilities, in double."""
-    weights = (logits - best).astype(np.float64)
-    with np.errstate(over="ignore"):  # at the lowest temperatures: to minus infinity, which has no weight
-        weights /= temperature
-    return np.exp(weights, out=weights)
+def _scaled(logits: Floats, best: np.float32, temperature: float) -> Doubles:
+    """Logarithms of unnormalised probabilities, in double; the best is 0."""
+    scaled = logits.astype(np.float64)
+    scaled -= np.float64(best)
+    with np.errstate(over="ignore"):  # at the lowest temperatures: to minus infinity, which is never chosen
+        scaled /= temperature
+    return scaled
 
 
-def _kept(logits: Floats, best: np.float32, sampling: Sampling) -> tuple[Ints, Doubles]:
-    """The tokens that may be chosen, the most probable first, equals by their ids; and their weights."""
+def _kept(logits: Floats, best: np.float32, sampling: Sampling) -> Ints:
+    """The tokens that may be chosen, in the order of their ids."""
     size = len(logits)
+    if sampling.top_k == 0 and sampling.top_p == 1:
+        return np.arange(size)
     if 0 < sampling.top_k < size:
         order = _largest(logits, sampling.top_k)
-        weights = _weights(logits[order], best, sampling.temperature)
-        count = _reaching(weights, sampling.top_p * weights.sum())
-        return order[:count], weights[:count]
-    all_weights = _weights(logits, best, sampling.temperature)
+        weights = np.exp(_scaled(logits[order], best, sampling.temperature))
+        return np.sort(order[: _reaching(weights, sampling.top_p * weights.sum())])
+    all_weights = np.exp(_scaled(logits, best, sampling.temperature))
     limit = sampling.top_p * all_weights.sum()
     order = _largest(logits, min(FIRST_SORTED, size))
     if (count := _reaching(all_weights[order], limit)) == len(order) < size:
         order = _largest(logits, size)
         count = _reaching(all_weights[order], limit)
-    return order[:count], all_weights[order[:count]]
+    return np.sort(order[:count])
 
 
 def _reaching(weights: Doubles, limit: float) -> int:
@@ -81,10 +83,3 @@ def _largest(logits: Floats, count: int) -> Ints:
     keys = falling.astype(np.uint64) << np.uint64(32) | ids.astype(np.uint64)
     keys.sort()
     return (keys[:count] & np.uint64(0xFFFFFFFF)).astype(np.int64)
-
-
-def _pick(weights: Doubles, u: float) -> int:
-    """Inverse transform sampling: the first index where the running sum of weights passes u times the total."""
-    sums = weights.cumsum()
-    picked = int(np.searchsorted(sums, u * sums[-1], side="right"))
-    return min(picked, int(np.flatnonzero(weights)[-1]))  # rounding may reach past the last token of any weight

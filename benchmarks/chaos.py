@@ -56,7 +56,7 @@ def asks(count: int, tokens_max: int, seed: int) -> list[Ask]:
     for number in range(count):
         chosen: dict[str, Any] = {"max_tokens": chance.randint(tokens_max // 2, tokens_max), "ignore_eos": True}
         if number % 2:
-            chosen |= {"temperature": chance.choice((0.7, 1.0)), "top_k": chance.choice((5, 20)), "seed": number}
+            chosen |= {"temperature": chance.choice((0.7, 1.0)), "top_k": chance.choice((0, 5, 20)), "seed": number}
         if number % 8 == 7:
             chosen["stop"] = chance.choice(("the end of the world", "zebra", "qqq"))
         made.append(Ask(sentences(chance, 1), chosen))

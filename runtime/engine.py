@@ -175,8 +175,11 @@ class Engine:
             self._check_still_starting()
             self._go_on(past)
         except BaseException as error:
+            is_stopped = self._unavailable is _closed
             self._health.enter("unavailable", str(error))
             await self.stop()
+            if is_stopped and isinstance(error, errors.EngineError):  # whatever the stop has made of the start
+                raise _closed() from error
             raise
         self._unavailable = None
         self._health.enter("serving")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from engines import NET_SECONDS, at_rest, expected_tokens, gated, until
-from test_benchmarks import benchmark
+from test_benchmarks import FOLDER, benchmark
 
 from cuelight import Stream, errors
 from cuelight.testing import crash, stub_engine
@@ -83,7 +84,10 @@ async def test_the_benchmark_in_small() -> None:
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
-async def test_the_long_run_in_small(executor: str) -> None:
+async def test_the_long_run_in_small(executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A process is to find them too, and of the checkout nothing else: there would be two of each class.
+    (tmp_path / "benchmarks").symlink_to(FOLDER)
+    monkeypatch.syspath_prepend(tmp_path)
     settings = {"minutes": 0.025, "clients": 8, "pause_seconds": 0.02, "kill_seconds": 0.4, "model": "", "step_ms": 0.0}
     async with asyncio.timeout(NET_SECONDS):
         figures = await benchmark("soak").soak(argparse.Namespace(**settings, executor=executor))

@@ -477,7 +477,11 @@ def test_a_new_scheduler_is_told_what_was_admitted_with_the_streams_histories() 
     histories = ((RequestId(2), ()), (RequestId(3), (7, 8)))
     for _ in range(2):
         stage.actor.handle(Streams(histories))
-    assert stage.scheduler.take() == [Remembered(9, policy, (admit,), (RequestId(3),), histories, has_served=True)]
+    remembered = Remembered(9, policy, (admit,), (RequestId(3),), histories)
+    assert stage.scheduler.take() == [remembered], "as far as it knows, none has served"
+    stage.actor.handle(SchedulerStarted(life=10))
+    stage.actor.handle(Streams(histories))
+    assert stage.scheduler.take() == [msgspec.structs.replace(remembered, life=10, has_served=True)]
 
 
 def test_an_end_that_comes_while_it_is_sent_again_closes_it(stage: Stage) -> None:

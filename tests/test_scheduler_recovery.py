@@ -13,7 +13,8 @@ from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.stub import StubBatch, StubDevice
 from cuelight.actors.scheduler import blame
 from cuelight.actors.scheduler.allowance import STEPS_BEFORE_GROWTH
-from cuelight.actors.scheduler.patience import FIRST_STEP_SECONDS, STEP_SECONDS
+from cuelight.actors.scheduler.patience import FIRST_STEP_SECONDS, REPORT_SECONDS, START_SECONDS, STEP_SECONDS
+from cuelight.kernel import Terminated
 from cuelight.messages import detokenizer
 from cuelight.messages.cache import Reset
 from cuelight.messages.intake import SchedulerStarted, Serving
@@ -25,6 +26,7 @@ from cuelight.messages.scheduler import (
     Closed,
     Condemn,
     ExecutorFailed,
+    ExecutorReady,
     Granted,
     IntakeStarted,
     Recall,
@@ -228,6 +230,52 @@ def test_an_executor_that_hangs_is_killed() -> None:
     check_outputs(core, 2, max_tokens=40)
 
 
+class Deaf:
+    """An executor that is there, and does nothing."""
+
+    def started(self) -> None: ...
+
+    def handle(self, _message: object) -> None: ...
+
+
+def waits_for_a_kill(core: Core, kills: list[str]) -> float:
+    """Seconds until it comes."""
+    core.stage.drop("executor device")
+    core.stage.drop("executor prepare")
+    core.executor.actor = Deaf()
+    before = core.stage.clock.seconds
+    while not kills:
+        assert core.stage.step()
+    return core.stage.clock.seconds - before
+
+
+def test_an_executor_that_hangs_in_its_first_step_is_killed() -> None:
+    kills: list[str] = []
+    core = Core(0, device=StubDevice(60, 4), kill_executor=kills.append)
+    finish(core)
+    admit_all(core, 2)
+    assert waits_for_a_kill(core, kills) == pytest.approx(FIRST_STEP_SECONDS, abs=1)
+
+
+def test_the_first_step_may_take_longer_where_the_start_did() -> None:
+    kills: list[str] = []
+    core = Core(0, device=StubDevice(60, 4), kill_executor=kills.append)
+    finish(core)
+    core.scheduler.tell(Terminated("executor", "it died", is_restarting=True))
+    core.scheduler.tell(ExecutorReady(60, 4, life=7, seconds=20.0))
+    admit_all(core, 2)
+    assert waits_for_a_kill(core, kills) == pytest.approx(200, abs=1)
+
+
+def test_an_executor_that_hangs_while_it_takes_another_one_s_place_is_killed() -> None:
+    kills: list[str] = []
+    core = Core(0, device=StubDevice(60, 4), kill_executor=kills.append)
+    finish(core)
+    core.scheduler.tell(Terminated("executor", "it died", is_restarting=True))
+    assert waits_for_a_kill(core, kills) == pytest.approx(START_SECONDS, abs=1)
+    assert "take the place of a lost one" in kills[0]
+
+
 def test_an_executor_that_does_not_report_is_killed() -> None:
     kills: list[str] = []
     core = Core(0, device=StubDevice(60, 4), kill_executor=kills.append)
@@ -236,7 +284,7 @@ def test_an_executor_that_does_not_report_is_killed() -> None:
     core.executor.actor = type("Deaf", (), {"handle": lambda *_: None})()
     while not kills:
         assert core.stage.step()
-    assert core.stage.clock.seconds == pytest.approx(FIRST_STEP_SECONDS, abs=1)
+    assert core.stage.clock.seconds == pytest.approx(REPORT_SECONDS, abs=1)
     assert kills == ["the executor that was asked for a report has not answered for 300 s"]
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import options, percentile, report, sentences
+from benchmarks.common import children, options, percentile, report, sentences
 from cuelight import Engine
 from cuelight.health import Recovery
 from cuelight.testing import crash, stub_engine
@@ -150,21 +150,6 @@ class Killer:
             if condition():
                 return
             await asyncio.sleep(0.001)
-
-
-def children() -> list[int]:
-    """The processes of actors that this one has started."""
-    found = []
-    for path in Path("/proc/self/task").glob("*/children"):
-        found += [int(child) for child in path.read_text().split()]
-    return [child for child in found if b"cuelight.kernel.elsewhere" in _command(child)]
-
-
-def _command(process: int) -> bytes:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return b""  # it has just gone
 
 
 @dataclass(frozen=True)

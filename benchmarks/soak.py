@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import options, percentile, report, sentences
+from benchmarks.common import children, options, percentile, report, sentences
 from benchmarks.stand_in import slow_ensemble
 from cuelight import Engine
 from cuelight.errors import RequestRejected
@@ -168,15 +168,6 @@ class Traffic:
 def memory_mib() -> float:
     """What this process holds in memory now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_MIB
-
-
-def children() -> list[int]:
-    """The processes that this one has started."""
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):
-            found += [int(child) for child in (task / "children").read_text().split()]
-    return found
 
 
 def slope_mib_per_hour(memory: list[tuple[float, float]]) -> float:

@@ -81,10 +81,10 @@ def test_a_pause_is_until_the_next_token_that_was_computed_since() -> None:
 
 
 def test_children_are_those_of_this_process() -> None:
-    chaos = benchmark("chaos")
+    common = benchmark("common")
     program = "import sys, time; print('here', flush=True); time.sleep(100)  # cuelight.kernel.elsewhere"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdout.readline()
-        assert child.pid in chaos.children()
+        assert child.pid in common.children()
         os.kill(child.pid, signal.SIGKILL)
-    assert child.pid not in chaos.children()
+    assert child.pid not in common.children()

@@ -96,10 +96,25 @@ ELSEWHERE = [OnThread(), InProcess()]
 PATIENT = Fate(restarts_max=1000, backoff_seconds=0.0)
 
 
+OTHERS: set[int] = set()
+
+
 def children() -> set[int]:
-    """The processes this one has started, dead ones that nobody has waited for included."""
+    """The processes this test has started, dead ones that nobody has waited for included."""
+    return _all_children() - OTHERS
+
+
+def _all_children() -> set[int]:
     lists = Path("/proc/self/task").glob("*/children")
     return {int(child) for each in lists for child in each.read_text().split()}
+
+
+@pytest.fixture(autouse=True)
+def only_own_children() -> Iterator[None]:
+    """Others may have been there before, such as one that keeps books for `multiprocessing`."""
+    OTHERS.update(_all_children())
+    yield
+    OTHERS.clear()
 
 
 def is_alive(pid: int) -> bool:

@@ -41,12 +41,28 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
+OTHERS: set[int] = set()
+
+
 def children() -> set[int]:
+    """The processes this test has started."""
+    return _all_children() - OTHERS
+
+
+def _all_children() -> set[int]:
     found: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):  # a thread that ended meanwhile
             found |= set(map(int, file.read_text().split()))
     return found
+
+
+@pytest.fixture(autouse=True)
+def only_own_children() -> Iterator[None]:
+    """Others may have been there before, such as one that keeps books for `multiprocessing`."""
+    OTHERS.update(_all_children())
+    yield
+    OTHERS.clear()
 
 
 def leftovers() -> dict[str, object]:
@@ -94,10 +110,9 @@ def submitted(engine: Engine, count: int = 6) -> dict[str, Stream]:
 
 
 async def test_it_serves_from_another_process(folder: Path) -> None:
-    others = children()  # such as one that keeps books for `multiprocessing`
     async with serving(folder) as engine:
         await check_all(submitted(engine))
-        assert set(executors.lives(folder)) == children() - others
+        assert set(executors.lives(folder)) == children()
         health = engine.health()
         assert (health.state, health.restarts, health.last_recovery) == ("serving", {}, None)
 
@@ -270,11 +285,11 @@ async def test_a_stop_ends_a_start_that_hangs(folder: Path) -> None:
     (folder / "hold the load").touch()
     async with stub_engine():
         pass
-    others, before = children(), leftovers()
+    before = leftovers()
     engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(folder, config), executor="process")
     starting = asyncio.create_task(engine.start())
-    await until(lambda: len(children() - others) == 1)
-    for child in children() - others:
+    await until(lambda: len(children()) == 1)
+    for child in children():
         os.kill(child, signal.SIGSTOP)  # before its first word
     async with asyncio.timeout(NET_SECONDS):
         await engine.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import select
 import signal
@@ -60,6 +61,7 @@ def _all_children() -> set[int]:
 @pytest.fixture(autouse=True)
 def only_own_children() -> Iterator[None]:
     """Others may have been there before, such as one that keeps books for `multiprocessing`."""
+    gc.collect()  # what earlier tests have left is not to go in the middle of one
     OTHERS.update(_all_children())
     yield
     OTHERS.clear()

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import torch
 import transformers
+from torch import library
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from cuelight.actors.executor.model.attention import attend
@@ -42,7 +43,7 @@ KINDS_MAX = 64
 """Of so many kinds of layers, in all the models of a process, may there be compiled code. torch gives up at 8."""
 
 
-@torch.library.custom_op("cuelight::attend", mutates_args=())
+@library.custom_op("cuelight::attend", mutates_args=())
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,

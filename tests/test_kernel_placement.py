@@ -507,6 +507,20 @@ async def test_to_dismiss_nobody_is_a_mistake_and_to_dismiss_twice_is_none(place
         assert "KeyError('child')" in (await stage.ended()).error
 
 
+@played
+async def test_who_has_joined_or_left_the_cast_since_is_watched_and_dismissed_too() -> None:
+    async with theatre(OnThread()) as stage:
+        stage.system.spawn(Part(OTHER, player))
+        await stage.do("watch")
+        stage.tell("dismiss", text="other")
+        await until(lambda: stage.all(Terminated))
+        await until(lambda: "other" not in stage.system.statistics())
+        await stage.do("watch")
+        await until(lambda: len(stage.all(Terminated)) == 2)
+        assert stage.all(Terminated) == [Terminated("other", "", is_restarting=False)] * 2
+        await stage.do("who")
+
+
 @elsewhere
 @played
 async def test_what_is_dropped_and_has_not_begun_is_not_handled(place: Placement, gate: Gate) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -264,7 +263,7 @@ def test_histories_have_all_that_can_happen() -> None:
     assert min(lost, refused, failures) > 0
 
 
-TAKE, APPEND, ARRIVE, ENDED = Mailbox.take, Mailbox._append, VirtualMailbox._arrive_now, VirtualMailbox.sender_ended
+TAKE, POST, ARRIVE, ENDED = Mailbox.take, Mailbox.post, VirtualMailbox._arrive_now, VirtualMailbox.sender_ended
 
 
 def _swaps(self: Mailbox) -> object:
@@ -274,10 +273,10 @@ def _swaps(self: Mailbox) -> object:
     return TAKE(self)
 
 
-def _duplicates(self: Mailbox, lane: deque[object], message: object, sender: str) -> None:
-    APPEND(self, lane, message, sender)  # type: ignore[arg-type]  # entries
+def _duplicates(self: Mailbox, message: object, sender: str) -> None:
+    POST(self, message, sender)
     if len(self) == 5:
-        APPEND(self, lane, message, sender)  # type: ignore[arg-type]  # entries
+        POST(self, message, sender)
 
 
 def _loses(self: Mailbox) -> object:
@@ -306,7 +305,7 @@ def _gives_up(self: VirtualMailbox, sender: str, *, is_killed: bool) -> None:
 
 
 def _hastens(self: VirtualMailbox, message: object, sender: str = "(own)") -> None:
-    APPEND(self, self.ordinary, message, sender)
+    POST(self, message, sender)
 
 
 def _drops(self: VirtualMailbox, *, drop: bool) -> None:
@@ -322,7 +321,7 @@ def _hands_over_all(self: Striker, seat: object) -> int:
     [
         (Mailbox, "take", _swaps, "is due|out of turn"),
         (Mailbox, "take", _loses, "is due|out of turn|counts"),
-        (Mailbox, "_append", _duplicates, "is due|out of turn"),
+        (Mailbox, "post", _duplicates, "is due|out of turn"),
         (Mailbox, "begin_life", _forgets, "is due|out of turn|never come"),
         (Mailbox, "begin_life", _remembers, "an earlier life"),
         (VirtualMailbox, "_arrive_now", _overtakes, "is due|out of turn"),

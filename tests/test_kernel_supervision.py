@@ -62,7 +62,7 @@ def born(*lives: str) -> list[str]:
 def test_each_restart_in_the_window_waits_twice_as_long_up_to_a_maximum() -> None:
     fate = Fate(restarts_max=100, window_seconds=60.0, backoff_seconds=0.1, backoff_max_seconds=1.0)
     crashes: list[float] = []
-    delays = [judge("a", fate, crashes, ["a"], number * 0.1, Steady(0.0)).delay_seconds for number in range(100)]
+    delays = [judge(fate, crashes, number * 0.1, Steady(0.0)) for number in range(100)]
     assert delays[:6] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
     assert set(delays[4:]) == {1.0}
 
@@ -71,7 +71,7 @@ def test_a_random_part_of_up_to_a_half_is_left_out_of_a_wait() -> None:
     fate = Fate(restarts_max=1000, backoff_seconds=1.0, backoff_max_seconds=1.0)
     chance, same = random.Random(3), random.Random(3)
     crashes: list[float] = []
-    delays = [judge("a", fate, crashes, ["a"], 0.0, chance).delay_seconds for _ in range(1000)]
+    delays = [judge(fate, crashes, 0.0, chance) for _ in range(1000)]
     assert delays == [1 - same.random() / 2 for _ in range(1000)]
     assert 0.5 < min(delays) < 0.51
     assert 0.99 < max(delays) <= 1.0
@@ -82,8 +82,7 @@ def test_old_crashes_leave_the_window() -> None:
     crashes: list[float] = []
 
     def delay(now: float) -> float | None:
-        verdict = judge("a", fate, crashes, ["a"], now, Steady(0.0))
-        return None if verdict is None else verdict.delay_seconds
+        return judge(fate, crashes, now, Steady(0.0))
 
     assert [delay(0.0), delay(6.0)] == [0.1, 0.2]
     assert delay(9.9) is None
@@ -95,10 +94,10 @@ def test_old_crashes_leave_the_window() -> None:
 def test_each_actors_crashes_are_its_own() -> None:
     fate, chance = Fate(restarts_max=1), Steady(0.0)
     crashes: dict[str, list[float]] = {"a": [], "b": []}
-    assert judge("a", fate, crashes["a"], ["a", "b"], 0.0, chance) is not None
-    assert judge("b", fate, crashes["b"], ["a", "b"], 0.0, chance) is not None
-    assert judge("a", fate, crashes["a"], ["a", "b"], 0.0, chance) is None
-    assert judge("b", Fate(), [], ["a", "b"], 0.0, chance) is None
+    assert judge(fate, crashes["a"], 0.0, chance) is not None
+    assert judge(fate, crashes["b"], 0.0, chance) is not None
+    assert judge(fate, crashes["a"], 0.0, chance) is None
+    assert judge(Fate(), [], 0.0, chance) is None
 
 
 @on_each_loop

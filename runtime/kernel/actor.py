@@ -107,8 +107,7 @@ class Role(Generic[M_contra]):
 
     def message_types(self) -> tuple[type, ...]:
         """The members of the protocol, as classes: those of a generic one take messages of any of its types."""
-        is_union = get_origin(self.accepts) in (UnionType, Union)
-        members = get_args(self.accepts) if is_union else (self.accepts,)
+        members = get_args(self.accepts) if get_origin(self.accepts) in (UnionType, Union) else (self.accepts,)
         return tuple(get_origin(member) or member for member in members)
 
 

@@ -24,11 +24,13 @@ class Clock(Protocol):
 
 
 class LoopClock:
-    """The machine's monotonic clock, with the event loop's timers."""
+    """The machine's monotonic clock, with the timers of the event loop that runs."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.now = time.monotonic  # uvloop's own clock stands still while a handler runs
-        self.call_later = loop.call_later
+    now = staticmethod(time.monotonic)  # uvloop's own clock stands still while a handler runs
+
+    def call_later(self, delay: float, callback: Callable[[], object], /) -> Timer:
+        """Call back once, `delay` seconds from now."""
+        return asyncio.get_running_loop().call_later(delay, callback)
 
 
 class Moment:

@@ -4,6 +4,7 @@ Knows types and bytes. What an address's id means, and where bytes go, is its us
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import UnionType
 from typing import TypeAlias, Union, cast, get_args, get_origin, get_type_hints
 
@@ -43,7 +44,10 @@ def reachable(protocols: Iterable[object]) -> dict[Name, type]:
             hints.extend(get_args(hint))
             if isinstance(kind := get_origin(hint) or hint, type) and kind not in searched:
                 searched.add(kind)
-                hints.extend(_field_hints(kind))
+                try:
+                    hints.extend(get_type_hints(kind).values())
+                except Exception as error:  # whatever the names in an annotation make of being looked up
+                    raise NotSendable(f"the annotations of {type_name(kind)} cannot be resolved: {error}") from error
             continue
         for kind, spelled in (member for takes in get_args(hint) for member in members(takes)):
             if found.setdefault(type_name(kind), cast(type, spelled)) != spelled:
@@ -63,13 +67,6 @@ def members(protocol: object) -> Iterator[tuple[type, object]]:
         yield kind, protocol
 
 
-def _field_hints(kind: type) -> list[object]:
-    try:
-        return list(get_type_hints(kind).values())
-    except Exception as error:  # whatever the names in an annotation make of being looked up
-        raise NotSendable(f"the annotations of {type_name(kind)} cannot be resolved: {error}") from error
-
-
 def _is_address(hint: object) -> bool:
     return hasattr(get_origin(hint) or hint, "tell")
 
@@ -82,10 +79,7 @@ class Codec:
     """
 
     def __init__(
-        self,
-        types: dict[Name, type],
-        to_id: Callable[[Address[object]], AddressId],
-        to_address: AddressFinder,
+        self, types: dict[Name, type], to_id: Callable[[Address[object]], AddressId], to_address: AddressFinder
     ) -> None:
         self._types = types
         self._to_address = to_address
@@ -116,17 +110,14 @@ class Codec:
         if name not in self._types:
             raise NotAccepted(f"no protocol here has a message {name}")
         try:
-            if (decoder := self._decoders.get(name)) is None:
-                decoder = msgspec.msgpack.Decoder(self._types[name], dec_hook=self._decode_other)
-                self._decoders[name] = decoder
-            return decoder.decode(body)
+            if name not in self._decoders:
+                self._decoders[name] = msgspec.msgpack.Decoder(self._types[name], dec_hook=self._decode_other)
+            return self._decoders[name].decode(body)
         except Exception as error:  # of msgspec, of annotations, or of the type's own checks
             raise NotSendable(f"{name} cannot be decoded: {error}") from error
 
     def _decode_other(self, hint: type, value: object) -> object:
         if _is_address(hint) and isinstance(value, str | int):
-            try:
+            with suppress(LookupError):  # it is no id
                 return self._to_address(value, tuple(kind for arg in get_args(hint) for kind, _ in members(arg)))
-            except LookupError:
-                pass  # it is no id
         raise NotSendable(f"{hint} cannot be decoded")

@@ -48,13 +48,12 @@ class _Elsewhere(System):
     """There is no program to end here."""
 
     def __init__(self, engagement: Engagement, on_lost: Callable[[], None]) -> None:
-        role = engagement.part.role
+        self._role = role = engagement.part.role
         # A crash goes to the supervision at the other end; what is handed over comes on top of what is its own.
         here = replace(role, capacity=role.capacity + wire.WINDOW)
         part = replace(engagement.part, role=here, fate=Fate(), placement=InLoop())
         super().__init__([part], tap=self._count, slow_handler_seconds=engagement.slow_handler_seconds)
         packer = wire.Packer(engagement.cast, engagement.part.placement.message_bytes_max)
-        self._role = role
         self._engagement = engagement
         self._on_lost = on_lost
         self._begun = [0, 0]
@@ -76,29 +75,27 @@ class _Elsewhere(System):
 
     def watch(self, watcher: Seat, name: str) -> None:
         """Here or at the other end, which for the actor itself delivers `Terminated` like any message."""
-        if name not in self._others:
+        if name in self._seats:
             super().watch(watcher, name)
-            return
-        is_own = watcher.name == self._role.name
-        if not is_own:
-            self._watchers[name] = {each for each in self._watchers.get(name, ()) if not each.is_over} | {watcher}
-        self.wire.call("watch", name, is_own)
+        else:
+            if not (is_own := watcher.name == self._role.name):
+                self._watchers[name] = {each for each in self._watchers.get(name, ()) if not each.is_over} | {watcher}
+            self.wire.call("watch", name, is_own)
 
     def dismiss(self, role: Role[Never], *, drop: bool = False) -> None:
         """Here or at the other end, where the actor's own seat is too."""
-        if role.name not in self.wire.packer.names:
+        if role.name in self._seats and role.name != self._role.name:
             super().dismiss(role, drop=drop)
-            return
-        self.wire.call("dismiss", role.name, drop)
-        if drop and role.name == self._role.name:
-            self.hear_stop(drop)
+        else:
+            self.wire.call("dismiss", role.name, drop)
+            if drop and role.name == self._role.name:
+                self.hear_stop(drop=True)
 
     def kill(self, role: Role[Never], reason: str) -> None:
         """Here or at the other end, but for the actor itself at both."""
-        if role.name in self.wire.packer.names:
+        if role.name == self._role.name or role.name not in self._seats:
             self.wire.call("kill", role.name, reason)
-        if role.name not in self._others:
-            super().kill(role, reason)
+        super().kill(role, reason)
 
     def report_slow(self, actor: str, message_type: str, seconds: float) -> None:
         """Reported where the system's opener sees it."""
@@ -151,13 +148,12 @@ class _Elsewhere(System):
     def lost(self) -> None:
         """The other end is gone, or has given this life up."""
         self._on_lost()
-        self.is_dropping = True
-        self._closing.set()
+        self.hear_stop(drop=True)
 
     async def play(self, connection: socket.socket) -> None:
         """This life, from the first frame to the last."""
         await self.wire.connect(connection)
-        end = wire.Call("stopped", ())
+        end: tuple[str, ...] = ("stopped",)
         try:
             async with self:
                 self.wire.call("begun", 0, 0)
@@ -166,16 +162,16 @@ class _Elsewhere(System):
             assert crash.__cause__ is not None
             end = _last_words(crash.message_type, crash.__cause__)
         self._acknowledge()
-        self.wire.write(wire.encoded(end))
+        self.wire.call(*end)
         self._on_lost = lambda: None
         await self.wire.finish()
 
 
-def _last_words(message_type: str, error: BaseException) -> wire.Call:
+def _last_words(message_type: str, error: BaseException) -> tuple[str, ...]:
     trace = ""
     with suppress(Exception):  # of an error that cannot be shown
         trace = "".join(traceback.format_exception(error)).rstrip().encode(errors="backslashreplace").decode()
-    return wire.Call("crashed", (message_type, shown(error)[:_WORDS_MAX], trace[-_WORDS_MAX:]))
+    return "crashed", message_type, shown(error)[:_WORDS_MAX], trace[-_WORDS_MAX:]
 
 
 def live(connection: socket.socket, engagement: Engagement, on_lost: Callable[[], None] = lambda: None) -> None:
@@ -197,15 +193,14 @@ def main(descriptor: int) -> None:
             engagement = pickle.load(words)
     except BaseException as error:
         with suppress(OSError):  # the parent is gone
-            connection.sendall(wire.encoded(_last_words("construction", error)))
+            connection.sendall(wire.encoded(*_last_words("construction", error)))
         sys.exit(1)
     live(connection, engagement, on_lost=lambda: os._exit(1))
 
 
 def _die_with(parent: int) -> None:
     """Be killed when the parent dies, even if this process is too busy to notice that the connection is lost."""
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    with suppress(OSError, AttributeError):  # only Linux has it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)

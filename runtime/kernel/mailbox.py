@@ -83,13 +83,10 @@ class Mailbox:
 
     def post(self, message: object, sender: str = OWN) -> None:
         """Queue what the actor caused itself, or the kernel tells it: of any type, and never refused."""
-        self._append(self._lanes.get(type(message), self.ordinary), message, sender)
-
-    def _append(self, lane: deque[Entry], message: object, sender: str) -> None:
         if self.closed:
             self._dropped += 1
             return
-        lane.append((self._now(), sender, message))
+        self._lanes.get(type(message), self.ordinary).append((self._now(), sender, message))
         self._peak = max(self._peak, len(self))
         self.wake()
 

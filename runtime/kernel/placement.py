@@ -6,16 +6,15 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from subprocess import DEVNULL, Popen
+from typing import NamedTuple
 
 import anyio
 
@@ -36,8 +35,7 @@ _LAST_WORDS_SECONDS = 1.0
 _CHILD = "import sys; sys.path[:] = {path!r}; from cuelight.kernel.elsewhere import main; main({descriptor})"
 
 
-@dataclass(frozen=True)
-class Engagement:
+class Engagement(NamedTuple):
     """All that the far side must know of one life."""
 
     part: Part[object]
@@ -81,7 +79,7 @@ class Placed(Life):
         """Its last word has come, or is not waited for: what has not been begun is known, and its end is no crash."""
         self._kill: Callable[[], object] = lambda: None
 
-    async def open(self) -> Self:
+    async def open(self) -> "Placed":
         """Begin the life. Raises ActorCrashed."""
         try:
             await self._launch()
@@ -124,20 +122,17 @@ class Placed(Life):
             if self.is_leaving or (self._mailbox.closed and not len(self._mailbox)):
                 self._wire.call("stop", self._mailbox.is_dropped)
             elif len(self._mailbox) and sum(map(len, self._handed_over)) < wire.WINDOW:
-                self._hand_over()
+                arrived, sender, message = self._mailbox.take()
+                # What the kernel itself posts has not been packed by a sender.
+                packed = message if isinstance(message, wire.Packed) else self._wire.packer.pack(message)
+                self._handed_over[type(packed.message) in self._seat.part.role.urgent].append((arrived, sender, packed))
+                self._wire.say(self._seat.name, sender, packed)
                 continue
             await self._mailbox.wait(for_more=True)
         await self._see_out()
 
     def _is_ending(self) -> bool:
         return self.crash is not None or self._wire.over.is_set() or self.gone.done()
-
-    def _hand_over(self) -> None:
-        arrived, sender, message = self._mailbox.take()
-        # What the kernel itself posts has not been packed by a sender.
-        packed = message if isinstance(message, wire.Packed) else self._wire.packer.pack(message)
-        self._handed_over[type(packed.message) in self._seat.part.role.urgent].append((arrived, sender, packed))
-        self._wire.say(self._seat.name, sender, packed)
 
     async def _see_out(self) -> None:
         """Wait until the thread or process is no more, and what it has sent is heard. Raises ActorCrashed."""
@@ -183,11 +178,15 @@ class Placed(Life):
 
     def hear_watch(self, name: str, is_own: bool) -> None:
         """The actor watches this one, or somebody whom it has spawned does."""
-        self._stage.watch(self._seat if is_own else self._guests, name)
+        watcher = self._seat if is_own else self._guests
+        try:
+            self._stage.watch(watcher, name)
+        except KeyError:  # it has gone meanwhile
+            watcher.hear(Terminated(name, "", is_restarting=False))
 
     def hear_dismiss(self, name: str, drop: bool) -> None:
         """The actor wants this one to stop, itself or another."""
-        if self._stage.known(name) is not None:  # else it has gone meanwhile
+        if self._stage.known(name) is not None or name not in self._wire.packer.names:  # else it has gone meanwhile
             self._stage.dismiss(Role(name, object, 1), drop=drop)
 
     def hear_kill(self, name: str, reason: str) -> None:
@@ -262,20 +261,16 @@ def _main_module(name: str) -> dict[str, object]:
     return {"init_main_from_path": path}
 
 
-def _started(far: socket.socket) -> subprocess.Popen[bytes]:
+def _started(far: socket.socket) -> Popen[bytes]:
     """A fresh interpreter that inherits one socket, output and errors, and no input."""
     path = [each for each in sys.path if isinstance(each, str)]  # the import system passes over anything else
     # Above those that are to be its output and errors, which this process may have closed.
     with far, socket.socket(fileno=fcntl.fcntl(far, fcntl.F_DUPFD_CLOEXEC, 3)) as connection:
+        descriptor = connection.fileno()
+        command = [sys.executable, "-c", _CHILD.format(path=path, descriptor=descriptor)]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until it can ignore an interrupt
         try:
-            return subprocess.Popen(
-                [sys.executable, "-c", _CHILD.format(path=path, descriptor=connection.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=_inherited(1),
-                stderr=_inherited(2),
-                pass_fds=[connection.fileno()],
-            )
+            return Popen(command, stdin=DEVNULL, stdout=_inherited(1), stderr=_inherited(2), pass_fds=[descriptor])
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -285,10 +280,10 @@ def _inherited(descriptor: int) -> int | None:
     with suppress(OSError):
         if os.get_inheritable(descriptor):  # else it is something else by now
             return None
-    return subprocess.DEVNULL
+    return DEVNULL
 
 
-def _death(child: subprocess.Popen[bytes]) -> str:
+def _death(child: Popen[bytes]) -> str:
     """Wait for it."""
     if (status := child.wait()) >= 0:
         return f"its process exited with status {status}"

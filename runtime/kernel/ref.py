@@ -122,7 +122,7 @@ async def ask(ref: Ref[M], request: Callable[[Address[A]], M], timeout_seconds: 
     ref.tell(request(_Answer(future)))
     deadlines = ref.deadlines
     if deadlines is None or deadlines.loop is not loop:
-        deadlines = Deadlines(loop, LoopClock(loop))
+        deadlines = Deadlines(loop, LoopClock())
     deadlines.add(future, timeout_seconds)
     try:
         return await future  # type: ignore[return-value]  # as what was asked for takes no other

@@ -15,7 +15,6 @@ from cuelight.kernel.events import Delivered, Event, Tap
 from cuelight.kernel.faults import Faults, SimulatedCrash, SimulatedKill, Striker
 from cuelight.kernel.recording import Crossing, History, Ids
 from cuelight.kernel.stage import Life, Seat, Stage
-from cuelight.kernel.supervision import Verdict
 from cuelight.kernel.turns import Act, Condition, Procedure, Turn, at_once
 from cuelight.kernel.virtual import VirtualClock, VirtualMailbox, VirtualWorker
 
@@ -73,15 +72,15 @@ class Simulation(Stage):
         record: bool = True,
         on_crash: Callable[[ActorCrashed], None] | None = None,
     ) -> None:
-        super().__init__(cast, random.Random(seed), None)
-        self.on_crash = on_crash or (lambda _: None)
+        super().__init__(cast, random.Random(seed), tap)
         self.clock = VirtualClock()
+        self.on_crash = on_crash or (lambda _: None)
         self._striker = Striker(faults, self._chance)
         self._delay_seconds_max = faults.delay_seconds_max
         self._ids = Ids(self.known)
         self._history = History(self._ids) if record else None
-        self._own_tap = tap
-        self.tap = self._see if record or tap is not None else None
+        if record:
+            self.tap = self._see
         self._turns: list[Turn] = []
         self._acts: dict[str, Act] = {}
         self._is_running = False
@@ -136,8 +135,7 @@ class Simulation(Stage):
     def _see(self, event: Event) -> None:
         if self._history is not None:
             self._history.add(event)
-        if self._own_tap is not None:
-            self._own_tap(event)
+        self._own_tap(event)
 
     def _step(self, until_seconds: float) -> bool:
         """Let one thing happen; False where nothing can."""
@@ -234,28 +232,23 @@ class Simulation(Stage):
         if not isinstance(crash.__cause__, SimulatedCrash):
             super()._report_crash(crash)
 
-    def _begin_restart(self, verdict: Verdict) -> None:
-        self._turns.append(Procedure(self._turns, self._restart(verdict)))
+    def _begin_restart(self, group: Sequence[Seat], delay_seconds: float) -> None:
+        self._turns.append(Procedure(self._turns, self._restart(group, delay_seconds)))
 
-    def _restart(self, verdict: Verdict) -> Iterator[Condition]:
-        for name in reversed(verdict.names):
+    def _restart(self, group: Sequence[Seat], delay_seconds: float) -> Iterator[Condition]:
+        for seat in reversed(group):
             yield at_once
-            if (seat := self._claimed(name, verdict)) is not None and seat.life is not None:
+            if seat.restart is group and seat.life is not None:  # else a greater restart has taken it over
                 seat.life.leave()
                 try:
-                    self._leave(self._acts[name])
+                    self._leave(self._acts[seat.name])
                 except ActorCrashed as crash:
                     self._end(seat, crash)
-        yield self._after(verdict.delay_seconds)
-        for name in verdict.names:
-            if (seat := self._claimed(name, verdict)) is not None:
+        yield self._after(delay_seconds)
+        for seat in group:
+            if seat.restart is group:
                 self._begin_again(seat)
                 yield at_once
-
-    def _claimed(self, name: str, verdict: Verdict) -> Seat | None:
-        """The seat, unless another verdict has overtaken this one, or it has left the cast."""
-        seat = self._seats.get(name)
-        return seat if seat is not None and seat.restart is verdict else None
 
     def _begin_again(self, seat: Seat) -> None:
         seat.restart = None

@@ -14,7 +14,7 @@ from cuelight.kernel.errors import ActorCrashed, NotAccepted, RemoteError
 from cuelight.kernel.events import Ended, Event, Started, Tap
 from cuelight.kernel.mailbox import Mailbox, MailboxStatistics
 from cuelight.kernel.ref import Ref
-from cuelight.kernel.supervision import Terminated, Verdict, judge
+from cuelight.kernel.supervision import Strategy, Terminated, judge
 from cuelight.kernel.worker import Worker
 from cuelight.log import get_logger
 
@@ -36,8 +36,8 @@ class Seat:
         """When, as far back as its fate remembers."""
         self.life: Life | None = None
         self.task: asyncio.Task[None] | None = None
-        self.restart: Verdict | None = None
-        """The restart that is under way and will begin this seat's next life."""
+        self.restart: Sequence[Seat] | None = None
+        """Those that restart together, where that is under way and will begin this seat's next life."""
         self.is_over = False
         """There will be no other life."""
         self.watchers: dict[str, Seat] = {}
@@ -141,7 +141,8 @@ class Stage(ABC):
         # Each part's types match within; together they have none in common.
         self._cast: tuple[Part[object], ...] = typing.cast(tuple[Part[object], ...], tuple(cast))
         self._chance = chance or random.Random()
-        self.tap = _guarded(tap) if tap is not None else None
+        self._own_tap = tap or (lambda _: None)
+        self.tap = self._see if tap is not None else None
         self._seats: dict[str, Seat] = {}
         self.for_actors = self.find, self.spawn, self.dismiss, self.kill
         """What each life's context offers, made once."""
@@ -166,8 +167,8 @@ class Stage(ABC):
         """Lead a life, and begin it where it has not begun."""
 
     @abstractmethod
-    def _begin_restart(self, verdict: Verdict) -> None:
-        """End the lives of those concerned, sources first; later begin new ones, sinks first."""
+    def _begin_restart(self, group: Sequence[Seat], delay_seconds: float) -> None:
+        """End the lives of these, sources first; later begin new ones, sinks first."""
 
     @abstractmethod
     def _fail(self, seat: Seat, crash: ActorCrashed) -> None:
@@ -223,8 +224,9 @@ class Stage(ABC):
         """
         seat = self._seats[role.name]
         seat.mailbox.close(drop=drop)
-        if seat.life is None and seat.restart is not None:
-            self._leave_cast(seat)  # it was waiting for its next life
+        if seat.life is None and seat.restart is not None:  # it was waiting for its next life, and so do they
+            self._tell_watchers(seat, "", is_restarting=False)
+            self._leave_cast(seat)
 
     def kill(self, role: Role[typing.Never], reason: str) -> None:
         """End an actor's present life as a crash, "it was killed: `reason`"; its fate decides what follows.
@@ -264,9 +266,8 @@ class Stage(ABC):
 
     def _act(self, seat: Seat, seconds: float, act: Callable[[], M], name: str) -> M:
         """Let an actor do what is called this, at this moment. Raises ActorCrashed."""
-        moment = self.moment
-        outer = moment.acting, moment.seconds
-        moment.acting, moment.seconds = seat.name, seconds
+        outer = self.moment.acting, self.moment.seconds
+        self.moment.acting, self.moment.seconds = seat.name, seconds
         try:
             return act()
         except self.interrupts:
@@ -274,7 +275,7 @@ class Stage(ABC):
         except BaseException as error:
             raise ActorCrashed(seat.name, name, error) from error
         finally:
-            moment.acting, moment.seconds = outer
+            self.moment.acting, self.moment.seconds = outer
 
     def _end(self, seat: Seat, crash: ActorCrashed | None) -> None:
         """A life is over: tell those who watch, and let supervision decide what follows a crash."""
@@ -298,13 +299,16 @@ class Stage(ABC):
             self._leave_cast(seat)
 
     def _judge(self, seat: Seat, crash: ActorCrashed, now: float) -> None:
-        verdict = judge(seat.name, seat.part.fate, seat.crashes, list(self._seats), now, self._chance)
-        if verdict is None:
+        fate, cast = seat.part.fate, list(self._seats.values())
+        delay_seconds = judge(fate, seat.crashes, now, self._chance)
+        if delay_seconds is None:
             self._fail(seat, crash)
         elif not seat.mailbox.closed and not self._closing.is_set():  # else it was about to stop
-            for name in verdict.names:
-                self._seats[name].restart = verdict
-            self._begin_restart(verdict)
+            sources = cast[cast.index(seat) :]
+            groups = {Strategy.ONE_FOR_ONE: [seat], Strategy.REST_FOR_ONE: sources, Strategy.ONE_FOR_ALL: cast}
+            for each in (group := groups[fate.strategy]):
+                each.restart = group
+            self._begin_restart(group, delay_seconds)
 
     def _tell_watchers(self, seat: Seat, error: str, *, is_restarting: bool) -> None:
         for watcher in seat.watchers.values():
@@ -312,8 +316,6 @@ class Stage(ABC):
 
     def _leave_cast(self, seat: Seat) -> None:
         """A dismissed actor's role is free again."""
-        if seat.restart is not None:
-            self._tell_watchers(seat, "", is_restarting=False)  # they expect another life
         seat.is_over, seat.restart = True, None
         for watcher in seat.watchers.values():
             watcher.watched.discard(seat)
@@ -327,16 +329,10 @@ class Stage(ABC):
     def _report_crash(self, crash: ActorCrashed) -> None:
         log.error("actor_crashed", actor=crash.actor, message_type=crash.message_type, exc_info=crash.__cause__)
 
-
-def _guarded(tap: Tap) -> Tap:
-    """The tap, kept from doing the actors harm: an error of its own is logged once, and then it sees no more."""
-
-    def see(event: Event) -> None:
-        nonlocal tap
+    def _see(self, event: Event) -> None:
+        """Keep the tap from doing the actors harm: an error of its own is logged once, and then it sees no more."""
         try:
-            tap(event)
+            self._own_tap(event)
         except Exception as error:
-            tap = lambda _: None  # noqa: E731  # from now on
+            self._own_tap = lambda _: None
             log.error("tap_failed", exc_info=error)
-
-    return see

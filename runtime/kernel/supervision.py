@@ -4,7 +4,6 @@ The strategies and the idea of a limit per window are those of Erlang/OTP's supe
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -54,26 +53,14 @@ class Terminated(msgspec.Struct, frozen=True, tag=True):
     is_restarting: bool
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Restart these, in cast order, after a while."""
+def judge(fate: Fate, crashes: list[float], now: float, chance: random.Random) -> float | None:
+    """An actor of this fate has crashed: how many seconds later it restarts; None where the system must end.
 
-    names: tuple[str, ...]
-    delay_seconds: float
-
-
-def judge(
-    name: str, fate: Fate, crashes: list[float], cast: Sequence[str], now: float, chance: random.Random
-) -> Verdict | None:
-    """`name` has crashed: who restarts, and when; None where the system must end.
-
-    `crashes` remembers its earlier ones, and this one too where it restarts; `cast` is sinks first.
+    `crashes` remembers its earlier ones, and this one too where it restarts.
     """
     crashes[:] = [seconds for seconds in crashes if seconds > now - fate.window_seconds]
     if len(crashes) >= fate.restarts_max:
         return None
-    wait = min(fate.backoff_seconds * 2 ** min(len(crashes), 50), fate.backoff_max_seconds)
+    wait: float = min(fate.backoff_seconds * 2 ** min(len(crashes), 50), fate.backoff_max_seconds)
     crashes.append(now)
-    sources = cast[cast.index(name) :]
-    concerned = {Strategy.ONE_FOR_ONE: [name], Strategy.REST_FOR_ONE: sources, Strategy.ONE_FOR_ALL: cast}
-    return Verdict(tuple(concerned[fate.strategy]), wait * (1 - chance.random() / 2))
+    return wait * (1 - chance.random() / 2)

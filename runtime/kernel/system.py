@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Never, Self
 from weakref import WeakSet
@@ -11,12 +11,11 @@ import anyio
 
 from cuelight.kernel.actor import InLoop, Part
 from cuelight.kernel.clock import Clock, LoopClock
-from cuelight.kernel.errors import ActorCrashed, RemoteError
+from cuelight.kernel.errors import ActorCrashed
 from cuelight.kernel.events import Delivered, Tap
 from cuelight.kernel.placement import Placed, prepare
 from cuelight.kernel.ref import Deadlines
 from cuelight.kernel.stage import Life, Seat, Stage
-from cuelight.kernel.supervision import Verdict
 from cuelight.kernel.worker import WorkerThread
 
 TURN_MESSAGES = 64
@@ -52,8 +51,8 @@ class System(Stage):
         slow_handler_seconds: float = 0.1,
     ) -> None:
         super().__init__(cast, chance, tap)
+        self.clock = clock or LoopClock()
         self.on_crash = on_crash or (lambda _: None)
-        self._own_clock = clock
         self._on_failure = on_failure or (lambda _: None)
         self._on_end = on_end or (lambda: None)
         self.slow_handler_seconds = slow_handler_seconds
@@ -61,9 +60,8 @@ class System(Stage):
         self._workers: WeakSet[WorkerThread[object]] = WeakSet()
         """Those that have not ended: their threads keep them."""
         self._host: asyncio.Task[None] | None = None
-        self._over = asyncio.Event()
-        """It is not being started."""
-        self._over.set()
+        self._starting = asyncio.Lock()
+        """Held while it is being started."""
         self._opener: asyncio.Task[object] | None = None
 
     async def start(self) -> None:
@@ -73,26 +71,23 @@ class System(Stage):
             ActorCrashed: a constructor raised, or the process of an actor did not come up; nothing is left running.
         """
         assert self._host is None, "a system is started once"
-        loop = asyncio.get_running_loop()
-        self.clock = self._own_clock or LoopClock(loop)
-        self._deadlines = Deadlines(loop, LoopClock(loop))
+        self._deadlines = Deadlines(asyncio.get_running_loop(), LoopClock())
         self._patience = anyio.CancelScope()
-        self._over.clear()
         for part in self._cast:
             self._add_seat(part)
-        try:
-            for seat in self._seats.values():
-                self._prepare(seat)
-            for seat in self._seats.values():
-                await self._enter(seat)
-            started = asyncio.Event()
-            self._host = asyncio.create_task(self._run(started), name="cuelight system")
-            await started.wait()
-        except BaseException:  # to its opener it never started, so nobody else will stop it
-            self.is_dropping = True
-            await (self._clear() if self._host is None else self.stop())
-            self._over.set()
-            raise
+        async with self._starting:
+            try:
+                for seat in self._seats.values():
+                    self._prepare(seat)
+                for seat in self._seats.values():
+                    await self._enter(seat)
+                started = asyncio.Event()
+                self._host = asyncio.create_task(self._run(started), name="cuelight system")
+                await started.wait()
+            except BaseException:  # to its opener it never started, so nobody else will stop it
+                self.is_dropping = True
+                await (self._clear() if self._host is None else self.stop())
+                raise
 
     async def stop(self, *, drop: bool = False, timeout_seconds: float | None = None) -> None:
         """Stop every actor, sources first, after it has handled what waits for it (with `drop`, without).
@@ -103,10 +98,9 @@ class System(Stage):
         """
         if self._host is None:
             for seat in self._seats.values():  # where it is just being started, that comes to nothing
-                if isinstance(seat.life, Placed):
-                    seat.life.strike(ActorCrashed(seat.name, "construction", RemoteError("the system was stopped")))
-            await self._over.wait()
-            return
+                self.kill(seat.part.role, "the system was stopped")
+            async with self._starting:
+                return
         if not self._host.done():  # maybe long ago, in a loop that is closed by now
             self.is_dropping = self.is_dropping or drop
             self._closing.set()
@@ -149,9 +143,7 @@ class System(Stage):
 
     async def _enter(self, seat: Seat) -> Life:
         """Bring a new life into being, wherever it is to be lived."""
-        if isinstance(seat.part.placement, InLoop):
-            return self._build(seat)
-        return await Placed(self, seat).open()
+        return self._build(seat) if isinstance(seat.part.placement, InLoop) else await Placed(self, seat).open()
 
     def _begin(self, seat: Seat) -> None:
         seat.task = self._group.create_task(self._live(seat), name=f"cuelight {seat.name}")
@@ -164,21 +156,18 @@ class System(Stage):
                     self._begin(seat)
                 started.set()
                 await self._closing.wait()
-                await self._close()
+                for restart in list(self._restarts):
+                    restart.cancel()
+                    await asyncio.wait([restart])
+                for seat in reversed(list(self._seats.values())):
+                    seat.mailbox.close(drop=self.is_dropping)
+                    if seat.task is not None:
+                        await asyncio.wait([seat.task])
         finally:
             self._closing.set()
             self._deadlines.close()
             self._on_end()
             await self._clear()
-
-    async def _close(self) -> None:
-        for restart in list(self._restarts):
-            restart.cancel()
-            await asyncio.wait([restart])
-        for seat in reversed(list(self._seats.values())):
-            seat.mailbox.close(drop=self.is_dropping)
-            if seat.task is not None:
-                await asyncio.wait([seat.task])
 
     async def _live(self, seat: Seat) -> None:
         """One life of an actor: the only place that awaits on its behalf."""
@@ -247,25 +236,22 @@ class System(Stage):
                 self._opener.cancel()
             self._on_failure(crash)
 
-    def _begin_restart(self, verdict: Verdict) -> None:
-        self._restarts.add(self._group.create_task(self._restart(verdict), name="cuelight restart"))
+    def _begin_restart(self, group: Sequence[Seat], delay_seconds: float) -> None:
+        self._restarts.add(self._group.create_task(self._restart(group, delay_seconds), name="cuelight restart"))
 
-    async def _restart(self, verdict: Verdict) -> None:
-        def concerned(names: Iterable[str]) -> Iterator[Seat]:
-            """Those that no greater restart has taken over meanwhile."""
-            return (self._seats[name] for name in names if name in self._seats and self._seats[name].restart is verdict)
-
-        for seat in concerned(reversed(verdict.names)):
+    async def _restart(self, group: Sequence[Seat], delay_seconds: float) -> None:
+        for seat in reversed(group):
             # Twice where a lesser restart is just bringing it back.
-            while seat.restart is verdict and seat.task is not None and not seat.task.done():
+            while seat.restart is group and seat.task is not None and not seat.task.done():
                 if seat.life is not None:
                     seat.life.leave()
                 await asyncio.wait([seat.task])
         with ExitStack() as exits:
             over = asyncio.Event()
-            exits.callback(self.clock.call_later(verdict.delay_seconds, over.set).cancel)
+            exits.callback(self.clock.call_later(delay_seconds, over.set).cancel)
             await over.wait()
-        for seat in concerned(verdict.names):
+        # Those that no greater restart has taken over meanwhile, and that have not left the cast.
+        for seat in (each for each in group if each.restart is group):
             seat.restart, seat.task = None, asyncio.current_task()
             try:
                 await self._enter(seat)

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 from cuelight.kernel.actor import InLoop, Part
 from cuelight.kernel.clock import Moment, Timer
 from cuelight.kernel.errors import MailboxFull
-from cuelight.kernel.mailbox import OWN, Entry, Mailbox
+from cuelight.kernel.mailbox import OWN, Mailbox
 
 T = TypeVar("T")
 
@@ -73,7 +73,6 @@ class VirtualClock:
 
 class _UnderWay(NamedTuple):
     due: float
-    lane: deque[Entry]
     message: object
     sender: str
 
@@ -126,30 +125,30 @@ class VirtualMailbox(Mailbox):
             super().put(message)  # which refuses or drops it
         else:
             packed = message if self.pack is None else self.pack(message)
-            self._append(self._lanes[type(message)], packed, self._moment.acting)
+            self._send(packed, self._moment.acting)
 
-    def _append(self, lane: deque[Entry], message: object, sender: str) -> None:
+    def _send(self, message: object, sender: str) -> None:
         if self._is_elsewhere and sender == self.name:
             sender = OWN  # where it lives, it tells itself without us, and that ends with its life
         if not self._delay_seconds_max or sender is OWN or self.closed:
-            super()._append(lane, message, sender)
+            super().post(message, sender)
             return
         now = self._clock.now()
-        edge = self._edges.setdefault((sender, lane is self.urgent), _Edge())
+        edge = self._edges.setdefault((sender, self._lanes.get(type(message)) is self.urgent), _Edge())
         # Half of all messages are as fast as can be, so that they meet those of other senders.
         due = now + max(0.0, 2 * self._chance.random() - 1) * self._delay_seconds_max
         if edge.under_way:
             due = max(due, edge.under_way[-1].due)
         elif due == now:
-            super()._append(lane, message, sender)
+            super().post(message, sender)
             return
-        edge.under_way.append(_UnderWay(due, lane, message, sender))
+        edge.under_way.append(_UnderWay(due, message, sender))
         self._under_way += 1
         self._clock.call_at(due, partial(self._arrive, edge))
 
     def post(self, message: object, sender: str = OWN) -> None:
         """As any mailbox's."""
-        super().post(message, sender)
+        self._send(message, sender)
         if sender is not OWN:  # but the kernel, which does not die with whom it speaks of
             self._settle(sender)
 
@@ -173,10 +172,10 @@ class VirtualMailbox(Mailbox):
             self._arrive_now(edge)
 
     def _arrive_now(self, edge: _Edge) -> None:
-        _, lane, message, sender = edge.under_way.popleft()
+        _, message, sender = edge.under_way.popleft()
         edge.out_count = max(0, edge.out_count - 1)
         self._under_way -= 1
-        super()._append(lane, message, sender)
+        super().post(message, sender)
 
     def close(self, *, drop: bool) -> None:
         """As any mailbox's; what is under way has come before."""

@@ -28,34 +28,14 @@ _EXTRA_BYTES: Final = 1024 * 1024
 """What a frame may have beside a message of the largest size."""
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """A message to an actor, by name, or to another address. At the actor's side, any other name is of one watched."""
+def encoded(what: str, *arguments: object) -> bytes:
+    """A frame as it goes over the socket: what happens and what it is about, behind their length.
 
-    to: AddressId
-    sender: str
-    name: Name
-    body: bytes
-    addresses: tuple[AddressId, ...]
-    """Those in the message, where each is an index into these."""
-
-
-class Call(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Something about the actor's life: the method `hear_what` of who uses the other end is called.
-
-    But "forget" is for the other end itself: the address that it keeps under this number has been dropped here.
+    "said" is a message to an actor, by name, or to another address; at the actor's side, any other name is of one
+    watched. "forget" is for the other end itself: the address that it keeps under this number has been dropped here.
+    Anything else is about the actor's life: the method `hear_what` of who uses the other end is called.
     """
-
-    what: str
-    arguments: tuple[object, ...]
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Said | Call] = msgspec.msgpack.Decoder(Said | Call)
-
-
-def encoded(frame: Said | Call) -> bytes:
-    """A frame as it goes over the socket: behind its length."""
-    data = _encoder.encode(frame)
+    data = msgspec.msgpack.encode((what, *arguments))
     return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 
 
@@ -79,13 +59,11 @@ class Packer:
         for role in cast:
             with suppress(NotSendable):  # then nothing can be told to that one from elsewhere
                 types.update({**reachable([role.accepts]), **types})
-        self._addresses: list[Address[object]] = []
-        """Those in the message that is being packed."""
         self._codec = Codec(types, self._to_index, lambda index, takes: self._find(int(index), takes))
 
     def pack(self, message: object) -> Packed:
         """Raises NotSendable, MessageTooLarge."""
-        self._addresses = []
+        self._addresses: list[Address[object]] = []
         name = type_name(type(message))
         body = self._codec.encode(message)
         if len(body) > self.bytes_max and not isinstance(message, Terminated):
@@ -163,13 +141,12 @@ class Wire(asyncio.Protocol):
 
     def call(self, what: str, *arguments: object) -> None:
         """Have the other end's user hear something."""
-        self.write(encoded(Call(what, arguments)))
+        self.write(encoded(what, *arguments))
 
     def say(self, to: AddressId, sender: str, packed: Packed) -> None:
         """Send a message to somebody at the other end."""
         if not self.over.is_set():
-            addresses = tuple(map(self._id, packed.addresses))
-            self.write(encoded(Said(to, sender, packed.name, packed.body, addresses)))
+            self.call("said", to, sender, packed.name, packed.body, [self._id(each) for each in packed.addresses])
 
     def tell(self, to: AddressId, takes: tuple[type, ...], message: object) -> None:
         """Tell an address at the other end. Raises NotAccepted, NotSendable."""
@@ -225,14 +202,15 @@ class Wire(asyncio.Protocol):
     def _receive(self, data: bytes) -> None:
         name = ""
         try:
-            match _decoder.decode(data):
-                case Said(to, sender, name, body, ids):
-                    message = self.packer.unpack(name, body, lambda index, takes: self.address(ids[index], takes))
-                    self._peer.told(to, sender, message)
-                case Call("forget", (int(number),)):
-                    self._kept.pop(number, None)
-                case Call(what, arguments):
-                    getattr(self._peer, f"hear_{what}")(*arguments)
+            name, *arguments = msgspec.msgpack.decode(data)
+            if name == "said":
+                to, sender, name, body, ids = arguments
+                message = self.packer.unpack(name, body, lambda index, takes: self.address(ids[index], takes))
+                self._peer.told(to, sender, message)
+            elif name == "forget":
+                self._kept.pop(arguments[0], None)
+            else:
+                getattr(self._peer, f"hear_{name}")(*arguments)
         except Exception as error:  # such as of whoever was told; at home it would have gone up to the sender
             self._peer.failed(name, error)
 

@@ -32,7 +32,7 @@ from cuelight.actors.executor.native.ops import SmallKernels
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
 BYTES = {FLOAT32: 4, BF16: 2, INT8: 1}
 NAMES = {FLOAT32: "float32", BF16: "bf16", INT8: "int8"}
-FORMS = {"plain": 0, "avx2": 1, "avx512": 2}
+FORMS = {"plain": 0, "avx2": 1, "avx512": 2, "avx512 bf16": 3}
 
 STEPS: dict[str, list[tuple[int, int]]] = {
     "1 row of 256": [(1, 256)],
@@ -140,7 +140,8 @@ def attention_rows(native: ctypes.CDLL, ceilings: Ceilings) -> list[dict[str, ob
     rows: list[dict[str, object]] = []
     for name, sequences in STEPS.items():
         theirs = torch_seconds(sequences)
-        for kind, form in [(FLOAT32, "plain"), (FLOAT32, "avx2"), *((kind, "avx512") for kind in NAMES)]:
+        forms = [(FLOAT32, "plain"), (FLOAT32, "avx2"), *((kind, "avx512") for kind in NAMES), (BF16, "avx512 bf16")]
+        for kind, form in forms:
             if native.cue_force_isa(FORMS[form]) != FORMS[form]:
                 continue
             step = Step(sequences, kind)

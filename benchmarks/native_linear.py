@@ -134,7 +134,8 @@ def row(name: str, rows: int, ours: Ours, best: dict[str, float], limits: Limits
     packed = ours.packed
     operations = 2.0 * rows * packed.outputs * packed.inputs
     integer = packed.kind in {Kind.INT8, Kind.INT4}
-    limit = limits.seconds(operations, packed.buffer.nbytes, integer=integer)
+    at_once = 2 if packed.kind is Kind.BF16 else 1  # instructions for bfloat16 do twice as much, where there are any
+    limit = limits.seconds(operations / at_once, packed.buffer.nbytes, integer=integer)
     others = {other: seconds for other, seconds in best.items() if other != "ours"}
     return {
         "weights": packed.kind.name.lower(),

@@ -68,3 +68,14 @@ def form(request: pytest.FixtureRequest, native: ctypes.CDLL) -> Iterator[ctypes
         pytest.skip(f"this machine has no {name}")
     yield native
     native.cue_force_isa(-1)
+
+
+@pytest.fixture
+def bf16_words(native: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
+    """The kernels as they are where the machine multiplies bfloat16: the last form and more."""
+    wanted = 1 + max(FORMS.values())
+    if native.cue_force_isa(wanted) != wanted:
+        native.cue_force_isa(-1)
+        pytest.skip("this machine multiplies no bfloat16")
+    yield native
+    native.cue_force_isa(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ STORED = {FLOAT32: np.float32, BF16: np.uint16, INT8: np.int8}
 TOLERANCE = 2e-5
 WORDS_TOLERANCE = 5e-4
 """Of int8 keys and values, where queries and weights have 15 bits and a scale: they themselves are 4e-3 off."""
+BF16_TOLERANCE = 2e-3
+"""Of weights that are rounded to bfloat16."""
 
 
 @pytest.fixture(params=[1, 3], ids=["alone", "threads"])
@@ -151,8 +153,13 @@ def reference(paged: Paged, q: Array, scale: float) -> Array:
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.kv_heads}x{s.group}x{s.head_dim}-{s.block_size}")
 @pytest.mark.parametrize("step", STEPS)
 def test_attention_is_what_float64_says(threads: ctypes.CDLL, step: str, shape: Shape, kind: int) -> None:
-    paged = Paged(shape, kind, STEPS[step], seed=7)
-    kernels = AttentionKernels(threads)
+    tolerance = WORDS_TOLERANCE if kind == INT8 and shape.head_dim % 32 == 0 else TOLERANCE
+    check(threads, Paged(shape, kind, STEPS[step], seed=7), lambda q: q, tolerance)
+
+
+def check(native: ctypes.CDLL, paged: Paged, used: Callable[[Array], Array], tolerance: float) -> None:
+    """`used`: what becomes of the queries."""
+    kernels, shape = AttentionKernels(native), paged.shape
     everything = paged.tokens([(0, context) for _, context in paged.chunks])
     wide = (everything.token_count, shape.kv_heads, shape.head_dim)
     kernels.write(paged.pool, everything, 2 * paged.draw(*wide), paged.draw(*wide))
@@ -162,9 +169,23 @@ def test_attention_is_what_float64_says(threads: ctypes.CDLL, step: str, shape: 
     out = np.full((now.token_count, shape.heads * shape.head_dim + 3), 42, np.float32)
     kernels.attend(paged.pool, now, qkv, out, shape.heads, 0.3)
     q = qkv[:, : shape.heads * shape.head_dim].reshape(-1, shape.heads, shape.head_dim)
-    tolerance = WORDS_TOLERANCE if kind == INT8 and shape.head_dim % 32 == 0 else TOLERANCE
-    close(out[:, :-3].reshape(q.shape), reference(paged, q, 0.3), tolerance)
+    close(out[:, :-3].reshape(q.shape), reference(paged, used(q), 0.3), tolerance)
     assert (out[:, -3:] == 42).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.kv_heads}x{s.group}x{s.head_dim}-{s.block_size}")
+@pytest.mark.parametrize("step", STEPS)
+def test_bf16_meets_queries_and_weights_of_bf16(bf16_words: ctypes.CDLL, step: str, shape: Shape) -> None:
+    factor = np.float32(0.3) * np.float32(np.log2(np.e))
+    words = shape.head_dim % 32 == 0
+    used = (lambda q: from_bf16(to_bf16(q * factor)) / factor) if words else (lambda q: q)
+    check(bf16_words, Paged(shape, BF16, STEPS[step], seed=7), used, BF16_TOLERANCE if words else TOLERANCE)
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_bf16_value_that_is_not_finite_shows(bf16_words: ctypes.CDLL, chunk: int) -> None:
+    for bad in (np.nan, np.inf, -np.inf):
+        check_that_it_shows(bf16_words, BF16, bad, 5, chunk)
 
 
 @pytest.mark.parametrize("kind", [FLOAT32, BF16, INT8], ids=["float32", "bf16", "int8"])
@@ -204,14 +225,18 @@ def test_bf16_rounds_as_torch_does(form: ctypes.CDLL) -> None:
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_a_value_that_is_not_finite_shows_in_every_type(form: ctypes.CDLL, bad: float, place: int, chunk: int) -> None:
     for kind in (FLOAT32, BF16, INT8):
-        paged = Paged(Shape(1, 2, 64, 16), kind, [(chunk, 20)], seed=1)
-        values = paged.draw(20, 1, 64)
-        values[3, 0, place] = bad
-        kernels = AttentionKernels(form)
-        kernels.write(paged.pool, paged.tokens([(0, 20)]), paged.draw(20, 1, 64), values)
-        out = np.zeros((chunk, 128), np.float32)
-        kernels.attend(paged.pool, paged.tokens([(20 - chunk, 20)]), paged.draw(chunk, 128), out, 2, 0.1)
-        assert not np.isfinite(out[:, place]).any()
+        check_that_it_shows(form, kind, bad, place, chunk)
+
+
+def check_that_it_shows(native: ctypes.CDLL, kind: int, bad: float, place: int, chunk: int) -> None:
+    paged = Paged(Shape(1, 2, 64, 16), kind, [(chunk, 20)], seed=1)
+    values = paged.draw(20, 1, 64)
+    values[3, 0, place] = bad
+    kernels = AttentionKernels(native)
+    kernels.write(paged.pool, paged.tokens([(0, 20)]), paged.draw(20, 1, 64), values)
+    out = np.zeros((chunk, 128), np.float32)
+    kernels.attend(paged.pool, paged.tokens([(20 - chunk, 20)]), paged.draw(chunk, 128), out, 2, 0.1)
+    assert not np.isfinite(out[:, place]).any()
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])

@@ -207,10 +207,23 @@ def test_narrower_numbers_give_nearly_the_same_logits(
     folder_of: Callable[[str], Path],
 ) -> None:
     """Weights of 64 large random numbers lose far more than those of real models; what they become is known exactly."""
-    whole = Whole.of(folder_of(family))
-    rounded = whole.rounded(LinearKernels(form), kind)
+    check_narrower(form, folder_of(family), kind, stored, of_weights, of_rows)
+
+
+@pytest.mark.parametrize("family", ["llama, odd", "qwen3, wide"])
+def test_rows_of_bfloat16_give_nearly_the_same_logits(
+    family: str, bf16_words: ctypes.CDLL, folder_of: Callable[[str], Path]
+) -> None:
+    check_narrower(bf16_words, folder_of(family), Kind.BF16, BF16, 0.02, 0.02)
+
+
+def check_narrower(
+    native: ctypes.CDLL, folder: Path, kind: Kind, stored: int, of_weights: float, of_rows: float
+) -> None:
+    whole = Whole.of(folder)
+    rounded = whole.rounded(LinearKernels(native), kind)
     texts = texts_of(whole.architecture.vocabulary)
-    steps = Steps(form, folder_of(family), kind, block_size=3, stored=stored)
+    steps = Steps(native, folder, kind, block_size=3, stored=stored)
     got, exact, near = (
         np.concatenate(list(each)) for each in (steps.run(texts), map(whole.logits, texts), map(rounded.logits, texts))
     )

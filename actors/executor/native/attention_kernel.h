@@ -243,7 +243,10 @@ using Int8Products = FloatProducts<int8_t, G>;
 
 void attend_one(const AttentionTask& task) {
 #if CUE_WORDS
-    if (task.kv->type == kInt8 && fits_words(task.kv->head_dim)) return attend_group<int8_t, WordProducts>(task);
+    if (task.kv->type == kInt8 && fits_words(task.kv->head_dim)) return attend_group<int8_t, Int8WordProducts>(task);
+#if CUE_X86_BF16
+    if (bf16_words(*task.kv)) return attend_group<Bf16, Bf16WordProducts>(task);
+#endif
 #endif
     switch (task.kv->type) {
         case kFloat32: return attend_group<float, Float32Products>(task);

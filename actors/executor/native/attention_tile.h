@@ -221,7 +221,10 @@ inline void attend_tile_by(const AttentionTask& task) {
 
 void attend_tile(const AttentionTask& task) {
 #if CUE_WORDS
-    if (task.kv->type == kInt8 && fits_words(task.kv->head_dim)) return attend_tile_by<WordTile>(task);
+    if (task.kv->type == kInt8 && fits_words(task.kv->head_dim)) return attend_tile_by<WordTile<Int8Words>>(task);
+#if CUE_X86_BF16
+    if (bf16_words(*task.kv)) return attend_tile_by<WordTile<Bf16Words>>(task);
+#endif
 #endif
     attend_tile_by<FloatTile>(task);
 }

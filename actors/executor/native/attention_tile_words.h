@@ -1,5 +1,6 @@
-// Included by attention_tile.h: how a tile attends to int8 by products of words. Pairs of words stand where floats of the
-// other way stand: q and weights in the front half of their rows, keys as pairs of dimensions, values as pairs of tokens.
+// Included by attention_tile.h: how a tile attends by products of words; P says what they stand for. Pairs of words
+// stand where floats of the other way stand: q and weights in the front half of their rows, keys as pairs of
+// dimensions, values as pairs of tokens.
 
 inline float* key_scales(Tile& tile) { return tile.scales + tile.rows_padded; }
 inline float* weight_factors(Tile& tile) { return key_scales(tile) + kKeys; }
@@ -16,33 +17,34 @@ inline void scale_weights(Tile& tile, const float* scales) {
 }
 
 // `count` keys and values, zeros behind them.
+template <class P>
 CUE_APART void fetch_words(const AttentionTask& task, int64_t begin, int count, Tile& tile) {
     const CueKv& kv = *task.kv;
-    const int8_t* keys[kKeys];
-    const int8_t* values[kKeys];
+    using T = typename P::Stored;
+    const T* keys[kKeys];
+    const T* values[kKeys];
     float value_scales[kKeys] = {};
-    std::memset(key_scales(tile), 0, kKeys * sizeof(float));
+    if (P::kScaled) std::memset(key_scales(tile), 0, kKeys * sizeof(float));
     int64_t entry = begin / kv.block_size, offset = begin % kv.block_size;
     for (int t = 0; t < count; ++t) {
         const int64_t index = (task.table[entry] * kv.kv_heads + task.kv_head) * kv.block_size + offset;
-        keys[t] = static_cast<const int8_t*>(kv.keys) + index * tile.n;
-        values[t] = static_cast<const int8_t*>(kv.values) + index * tile.n;
-        key_scales(tile)[t] = kv.key_scales[index];
-        value_scales[t] = kv.value_scales[index];
+        keys[t] = static_cast<const T*>(kv.keys) + index * tile.n;
+        values[t] = static_cast<const T*>(kv.values) + index * tile.n;
+        if (P::kScaled) key_scales(tile)[t] = kv.key_scales[index], value_scales[t] = kv.value_scales[index];
         if (++offset == kv.block_size) ++entry, offset = 0;
     }
-    scale_weights(tile, value_scales);
+    if (P::kScaled) scale_weights(tile, value_scales);
     for (int t = 0; t < kKeys; t += 2)
         for (int i = 0; i < tile.n; i += kWords) {
-            const Words a = t < count ? words(values[t] + i) : no_words();
-            const Words b = t + 1 < count ? words(values[t + 1] + i) : no_words();
+            const Words a = t < count ? P::load(values[t] + i) : no_words();
+            const Words b = t + 1 < count ? P::load(values[t + 1] + i) : no_words();
             store(tile.values + t / 2 * tile.n + i, as_bits(first_in_turns(a, b)));
             store(tile.values + t / 2 * tile.n + i + W, as_bits(second_in_turns(a, b)));
         }
     for (int t = 0; t < kKeys; t += W)
         for (int i = 0; i < tile.n; i += kWords) {
             F square[W];
-            for (int r = 0; r < W; ++r) square[r] = as_bits(t + r < count ? words(keys[t + r] + i) : no_words());
+            for (int r = 0; r < W; ++r) square[r] = as_bits(t + r < count ? P::load(keys[t + r] + i) : no_words());
             transpose(square);
             for (int r = 0; r < W; ++r) store(tile.keys + (i / 2 + r) * kKeys + t, square[r]);
         }
@@ -50,13 +52,13 @@ CUE_APART void fetch_words(const AttentionTask& task, int64_t begin, int count, 
 
 // As `multiply`, of `pairs` pairs of words; strides in floats. Loops over registers are
 // unrolled by name: what is not, compilers keep in memory.
-template <int N>
+template <class P, int N>
 inline void multiply_words(const float* left, int left_stride, const float* right, int right_stride, int pairs,
-                           Words (&sum)[kRows][N]) {
+                           typename P::Sums (&sum)[kRows][N]) {
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-        for (int c = 0; c < N; ++c) sum[r][c] = no_words();
+        for (int c = 0; c < N; ++c) sum[r][c] = P::none();
     for (int k = 0; k < pairs; ++k) {
         Words some[N];
 #pragma GCC unroll 4
@@ -65,54 +67,60 @@ inline void multiply_words(const float* left, int left_stride, const float* righ
         for (int r = 0; r < kRows; ++r) {
             const Words pair = as_words(set1(left[r * left_stride + k]));
 #pragma GCC unroll 4
-            for (int c = 0; c < N; ++c) add_products(sum[r][c], pair, some[c]);
+            for (int c = 0; c < N; ++c) P::add_products(sum[r][c], pair, some[c]);
         }
     }
 }
 
+template <class P>
 struct WordTile {
     static void begin(Tile& tile) {
         for (int r = 0; r < tile.rows_padded; ++r) {
             float* const row = tile.q + r * tile.n;
-            tile.scales[r] = narrow(row, tile.n, magnitude(row, tile.n), narrow_row(row));
+            tile.scales[r] = P::narrow_in_place(row, tile.n);
         }
+        tile.value_scale = 1.0f;
     }
 
     static void fetch(const AttentionTask& task, int64_t begin, int count, Tile& tile) {
-        fetch_words(task, begin, count, tile);
+        fetch_words<P>(task, begin, count, tile);
     }
 
     template <int N>
     static void score(Tile& tile, int row) {
-        Words sum[kRows][N];
-        multiply_words<N>(tile.q + row * tile.n, tile.n, tile.keys, kKeys, tile.n / 2, sum);
+        typename P::Sums sum[kRows][N];
+        multiply_words<P, N>(tile.q + row * tile.n, tile.n, tile.keys, kKeys, tile.n / 2, sum);
 #pragma GCC unroll 4
         for (int c = 0; c < N; ++c) {
-            const F scale = load(key_scales(tile) + c * W);
+            const F scale = P::kScaled ? load(key_scales(tile) + c * W) : set1(1.0f);
 #pragma GCC unroll 6
             for (int r = 0; r < kRows; ++r)
                 store(tile.weights + (row + r) * kKeys + c * W,
-                      mul(as_floats(sum[r][c]), mul(scale, set1(tile.scales[row + r]))));
+                      mul(P::floats(sum[r][c]), mul(scale, set1(tile.scales[row + r]))));
         }
     }
 
     static void weigh(Tile& tile, int r) {
         float* const row = tile.weights + r * kKeys;
+        if (!P::kScaled) {
+            P::narrow_in_place(row, kKeys);
+            return;
+        }
         for (int t = 0; t < kKeys; t += W)
             store_words(narrow_row(row) + t, mul(load(row + t), load(weight_factors(tile) + t)));
     }
 
     template <int N>
     static void add_columns(Tile& tile, int count, int row, int i) {
-        Words sum[kRows][N];
-        multiply_words<N>(tile.weights + row * kKeys, kKeys, tile.values + i, tile.n, (count + 1) / 2, sum);
+        typename P::Sums sum[kRows][N];
+        multiply_words<P, N>(tile.weights + row * kKeys, kKeys, tile.values + i, tile.n, (count + 1) / 2, sum);
 #pragma GCC unroll 6
         for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
             for (int c = 0; c < N; ++c) {
                 float* const to = tile.out + (row + r) * tile.n + i + c * W;
                 const F before = mul(load(to), set1(tile.shrink[row + r]));
-                store(to, fma(as_floats(sum[r][c]), set1(tile.value_scale), before));
+                store(to, fma(P::floats(sum[r][c]), set1(tile.value_scale), before));
             }
     }
 

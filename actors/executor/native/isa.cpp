@@ -5,12 +5,18 @@
 namespace cue {
 namespace {
 
-Isa best() {
+// Above kAvx512: the same and AVX512-BF16.
+constexpr int kWithBf16 = kAvx512 + 1;
+
+int best() {
 #if CUE_X86
     __builtin_cpu_init();
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512vnni");
+#if CUE_X86_BF16
+    if (avx512 && __builtin_cpu_supports("avx512bf16")) return kWithBf16;
+#endif
     if (avx512) return kAvx512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2;
 #endif
@@ -18,22 +24,17 @@ Isa best() {
 }
 
 std::atomic<int>& chosen() {
-    static std::atomic<int> isa{best()};
-    return isa;
+    static std::atomic<int> now{best()};
+    return now;
 }
+
+int step() { return chosen().load(std::memory_order_relaxed); }
 
 }  // namespace
 
-Isa isa() { return static_cast<Isa>(chosen().load(std::memory_order_relaxed)); }
+Isa isa() { return step() < kAvx512 ? static_cast<Isa>(step()) : kAvx512; }
 
-bool has_bf16() {
-#if CUE_X86
-    static const bool bf16 = (__builtin_cpu_init(), __builtin_cpu_supports("avx512bf16") != 0);
-    return bf16 && isa() == kAvx512;
-#else
-    return false;
-#endif
-}
+bool has_bf16() { return step() == kWithBf16; }
 
 }  // namespace cue
 

@@ -20,6 +20,13 @@
 #endif
 #define CUE_TARGET_AVX2 CUE_TARGET("avx2,fma,f16c")
 #define CUE_TARGET_AVX512 CUE_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
+#define CUE_TARGET_BF16 CUE_TARGET("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
+// Older compilers do not know the instructions of AVX512-BF16.
+#if CUE_X86 && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 10)
+#define CUE_X86_BF16 1
+#else
+#define CUE_X86_BF16 0
+#endif
 
 // A function compiled by itself, where inlining it everywhere would cost seconds of compile time and gain nothing.
 #define CUE_APART __attribute__((noinline))
@@ -31,13 +38,13 @@ constexpr int kIsaCount = 3;
 
 // The form to use now. kAvx512 means F, BW, DQ, VL and VNNI together.
 Isa isa();
-// Whether AVX512-BF16 may be used too: never while another form is forced.
+// Whether AVX512-BF16 may be used beside kAvx512: one more step of the ladder, for what multiplies bfloat16.
 bool has_bf16();
 
 }  // namespace cue
 
 extern "C" {
-// Use this form from now on, or the best one this machine has if it lacks it; any negative number: the best.
-// Returns the form in use.
+// Use this form from now on, or the best one this machine has if it lacks it; any negative number: the best. One above
+// the last form is that one with AVX512-BF16. Returns the form in use.
 int cue_force_isa(int isa);
 }

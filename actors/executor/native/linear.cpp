@@ -42,10 +42,10 @@ private:
 
 thread_local Scratch rows_scratch, gated_scratch;
 
-Kernels kernels_of(Kind kind, Isa isa) {
+Kernels kernels_of(Kind kind, const Rows& rows, Isa isa) {
     switch (kind) {
         case kF32: return f32_kernels(isa);
-        case kBf16: return bf16_kernels(isa);
+        case kBf16: return rows.unit_bytes == kPairBytes ? bf16_row_kernels() : bf16_kernels(isa);
         case kInt8: return int8_kernels(isa);
         case kInt4: return int4_kernels(isa);
     }
@@ -56,14 +56,14 @@ class Product {
 public:
     Product(const Packed& packed, const Rows& rows, const Finish& finish)
         : packed_(packed), rows_(rows), finish_(finish), blocks_(rows.count), isa_(isa()) {
-        kernels_ = kernels_of(packed.kind, isa_);
+        kernels_ = kernels_of(packed.kind, rows, isa_);
         spans_ = divide_up(packed.inputs, kSpan);
         panel_bytes_ = panel_bytes(packed.kind, packed.inputs);
         outputs_ = packed.gated ? packed.outputs / 2 : packed.outputs;
         columns_ = packed.gated ? kPanel / 2 : kPanel;
         panels_ = divide_up(outputs_, columns_);
         direct_ = !packed.gated && !finish.bias && !finish.add;
-        blocks_at_once_ = kRowBytesMax / (kBlockRows * kQuad * rows.units);
+        blocks_at_once_ = kRowBytesMax / (kBlockRows * rows.unit_bytes * rows.units);
         if (blocks_at_once_ < 1) blocks_at_once_ = 1;
     }
 
@@ -125,8 +125,8 @@ private:
         const bool direct = direct_ && columns == kPanel;
         alignas(64) float sums[kBlockRows * kPanel];
         Tile tile{};
-        tile.x = rows_.data + first * rows_.units * kQuad + from * kQuad;
-        tile.step = blocks_.size(block) * kQuad;
+        tile.x = rows_.data + (first * rows_.units + from) * rows_.unit_bytes;
+        tile.step = blocks_.size(block) * rows_.unit_bytes;
         tile.units = rows_.units;
         if (is_integer(packed_.kind)) {
             tile.scales = rows_.scales + first * spans_ + from;
@@ -183,8 +183,8 @@ extern "C" int cue_linear(const void* packed, const float* x, int64_t x_stride, 
         quantize_rows(x, x_stride, rows, inputs, quantized);
         return cue_linear_quantized(packed, quantized, rows, bias, add, y, y_stride);
     }
-    auto* arranged = static_cast<float*>(rows == 1 ? nullptr : rows_scratch.of(rows * inputs * 4));
-    const Rows view = arrange_rows(x, x_stride, rows, inputs, arranged);
+    void* arranged = rows_scratch.of(arranged_bytes(rows, inputs));
+    const Rows view = arrange_rows(weights->kind, x, x_stride, rows, inputs, arranged);
     Product(*weights, view, {y, y_stride, bias, add != 0, weights->gated != 0}).run();
     return 0;
 }

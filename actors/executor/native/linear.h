@@ -7,7 +7,7 @@
 extern "C" {
 
 // How weights are kept; the quantized ones multiply rows that are quantized to int8 in the call, a scale for each 64
-// inputs.
+// inputs. bfloat16 ones multiply rows rounded to bfloat16 where the machine does that, else rows of float32.
 enum CueKind : int { CUE_F32 = 0, CUE_BF16 = 1, CUE_INT8 = 2, CUE_INT4 = 3 };
 // What weights are packed from.
 enum CueFloat : int { CUE_FLOAT32 = 0, CUE_BFLOAT16 = 1, CUE_FLOAT16 = 2 };

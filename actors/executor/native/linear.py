@@ -31,7 +31,8 @@ CHUNK_BYTES = 32 << 20
 
 class Kind(IntEnum):
     """How weights are kept. INT8 has a scale per output, INT4 a scale and a middle per output and 32 inputs (5 bits a
-    weight in all); both multiply rows that are quantized to int8 in the call, with a scale per 64 inputs."""
+    weight in all); both multiply rows that are quantized to int8 in the call, with a scale per 64 inputs. BF16
+    multiplies rows that are rounded to bfloat16 where the machine has instructions for that, else rows of float32."""
 
     F32 = 0
     BF16 = 1

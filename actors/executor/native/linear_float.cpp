@@ -6,37 +6,27 @@
 namespace cue {
 namespace {
 
-// bfloat16 is the upper half of a float32. A pair holds outputs i (low half) and i + 16 (high half).
+// bfloat16 is the upper half of a float32. A pair holds the weights of two inputs, the first one in the low half.
 inline float from_bits(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-template <Kind kKind>
-constexpr int kUnitBytes = kKind == kF32 ? kPanel * 4 : kPanel * 2;
+constexpr int kUnitBytes = kPanel * 4;
+static_assert(kUnitBytes == kPairsBytes, "a unit has a word for each output");
 
+// Inputs in a unit.
 template <Kind kKind>
-void widen(const uint8_t* weights, float* wide) {
-    if (kKind == kF32) {
-        std::memcpy(wide, weights, kUnitBytes<kF32>);
-        return;
-    }
-    uint32_t pairs[kPanel / 2];
-    std::memcpy(pairs, weights, sizeof pairs);
-    for (int i = 0; i < kPanel / 2; ++i) {
-        wide[i] = from_bits(pairs[i] << 16);
-        wide[i + kPanel / 2] = from_bits(pairs[i] & 0xffff0000u);
-    }
-}
+constexpr int kInputs = kKind == kF32 ? 1 : 2;
 
-template <int R, Kind kKind>
-void plain(const Tile& tile, const uint8_t* weights) {
+template <int R>
+void plain_f32(const Tile& tile, const uint8_t* weights) {
     float sums[R][kPanel] = {};
     const uint8_t* x = tile.x;
-    for (int64_t unit = 0; unit < tile.units; ++unit, x += tile.step, weights += kUnitBytes<kKind>) {
+    for (int64_t unit = 0; unit < tile.units; ++unit, x += tile.step, weights += kUnitBytes) {
         float wide[kPanel], values[R];
-        widen<kKind>(weights, wide);
+        std::memcpy(wide, weights, sizeof wide);
         std::memcpy(values, x, sizeof values);
         for (int r = 0; r < R; ++r)
             for (int c = 0; c < kPanel; ++c) sums[r][c] += wide[c] * values[r];
@@ -44,62 +34,78 @@ void plain(const Tile& tile, const uint8_t* weights) {
     for (int r = 0; r < R; ++r) std::memcpy(tile.y + r * tile.y_stride, sums[r], sizeof sums[r]);
 }
 
+template <int R>
+void plain_bf16(const Tile& tile, const uint8_t* weights) {
+    float sums[R][kPanel] = {};
+    const uint8_t* x = tile.x;
+    for (int64_t unit = 0; unit < tile.units; ++unit, x += tile.step, weights += kUnitBytes) {
+        uint32_t pairs[kPanel];
+        float first[kPanel], second[kPanel], values[R][2];
+        std::memcpy(pairs, weights, sizeof pairs);
+        std::memcpy(values, x, sizeof values);
+        for (int c = 0; c < kPanel; ++c) first[c] = from_bits(pairs[c] << 16);
+        for (int c = 0; c < kPanel; ++c) second[c] = from_bits(pairs[c] & 0xffff0000u);
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < kPanel; ++c) sums[r][c] += first[c] * values[r][0] + second[c] * values[r][1];
+    }
+    for (int r = 0; r < R; ++r) std::memcpy(tile.y + r * tile.y_stride, sums[r], sizeof sums[r]);
+}
+
 template <Kind kKind>
-constexpr Kernel kPlainKernels[] = {nullptr, plain<1, kKind>, plain<2, kKind>};
+constexpr Kernel kPlainKernels[] = {nullptr, kKind == kF32 ? plain_f32<1> : plain_bf16<1>,
+                                    kKind == kF32 ? plain_f32<2> : plain_bf16<2>};
 
 #if CUE_X86
 
 CUE_TARGET_AVX2
 
-template <Kind kKind>
+// Weights of one of a unit's inputs.
+template <Kind kKind, int kInput>
 inline __m256 load8(const uint8_t* weights, int part) {
     if (kKind == kF32) return _mm256_loadu_ps(reinterpret_cast<const float*>(weights) + 8 * part);
-    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights) + (part & 1));
-    if (part < 2) return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights) + part);
+    if (kInput == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
     return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-template <int R, Kind kKind>
-inline void add_unit_avx2(const uint8_t* x, const uint8_t* weights, __m256 (&sums)[R][4]) {
+template <int R, Kind kKind, int kInput>
+inline void add_input_avx2(const uint8_t* x, const uint8_t* weights, __m256 (&sums)[R][4]) {
     __m256 values[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) values[r] = _mm256_broadcast_ss(reinterpret_cast<const float*>(x) + r);
+    for (int r = 0; r < R; ++r)
+        values[r] = _mm256_broadcast_ss(reinterpret_cast<const float*>(x) + r * kInputs<kKind> + kInput);
 #pragma GCC unroll 4
     for (int p = 0; p < 4; ++p) {
-        const __m256 w = load8<kKind>(weights, p);
+        const __m256 w = load8<kKind, kInput>(weights, p);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) sums[r][p] = _mm256_fmadd_ps(w, values[r], sums[r][p]);
     }
 }
 
-// 3 rows x 4 registers of sums, one of weights, one of x: 14 of 16.
+// float32: 3 rows x 4 registers of sums, one of weights, one of x, 14 of 16. bfloat16 has room for 2 rows, since
+// compilers fetch both inputs of a pair at once. One row waits for memory, and so needs no sums apart.
 template <int R, Kind kKind>
 void avx2(const Tile& tile, const uint8_t* weights) {
     constexpr int kParts = 4;
-    constexpr int kChains = R == 1 ? 2 : 1;
-    __m256 sums[kChains][R][kParts];
-    for (int u = 0; u < kChains; ++u)
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-            for (int p = 0; p < kParts; ++p) sums[u][r][p] = _mm256_setzero_ps();
-    const uint8_t* x = tile.x;
-    const int64_t even = tile.units - tile.units % kChains;
-    for (int64_t unit = 0; unit < even; unit += kChains)
-        for (int u = 0; u < kChains; ++u, x += tile.step, weights += kUnitBytes<kKind>)
-            add_unit_avx2<R, kKind>(x, weights, sums[u]);
-    if (even < tile.units) add_unit_avx2<R, kKind>(x, weights, sums[0]);
+    __m256 sums[R][kParts];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int p = 0; p < kParts; ++p) {
-            for (int u = 1; u < kChains; ++u) sums[0][r][p] = _mm256_add_ps(sums[0][r][p], sums[u][r][p]);
-            _mm256_storeu_ps(tile.y + r * tile.y_stride + 8 * p, sums[0][r][p]);
-        }
+        for (int p = 0; p < kParts; ++p) sums[r][p] = _mm256_setzero_ps();
+    const uint8_t* x = tile.x;
+    const int64_t step = tile.step;
+    for (int64_t unit = 0; unit < tile.units; ++unit, x += step, weights += kUnitBytes) {
+        add_input_avx2<R, kKind, 0>(x, weights, sums);
+        if (kInputs<kKind> == 2) add_input_avx2<R, kKind, 1>(x, weights, sums);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int p = 0; p < kParts; ++p) _mm256_storeu_ps(tile.y + r * tile.y_stride + 8 * p, sums[r][p]);
 }
 
 template <Kind kKind>
-constexpr Kernel kAvx2Kernels[] = {nullptr, avx2<1, kKind>, avx2<2, kKind>, avx2<3, kKind>};
+constexpr Kernel kAvx2Kernels[] = {nullptr, avx2<1, kKind>, avx2<2, kKind>, kKind == kF32 ? avx2<3, kF32> : nullptr};
 
 CUE_TARGET_END
 
@@ -112,27 +118,25 @@ inline void prefetch(const uint8_t* at) {
 }
 
 template <Kind kKind>
-inline void load32(const uint8_t* weights, __m512& w0, __m512& w1) {
-    if (kKind == kF32) {
-        w0 = _mm512_loadu_ps(weights);
-        w1 = _mm512_loadu_ps(weights + 64);
-        return;
-    }
+inline __m512 load16(const uint8_t* weights, int input) {
+    if (kKind == kF32) return _mm512_loadu_ps(weights);
     const __m512i pairs = _mm512_loadu_si512(weights);
-    w0 = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-    w1 = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    if (input == 0) return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// One unit of x: R values, each times 32 weights.
+// One unit of x: R values or pairs, each times 32 weights or pairs.
 template <int R, Kind kKind>
 inline void add_unit_avx512(const uint8_t* x, const uint8_t* weights, __m512 (&sums)[R][2]) {
-    __m512 w0, w1;
-    load32<kKind>(weights, w0, w1);
+#pragma GCC unroll 2
+    for (int i = 0; i < kInputs<kKind>; ++i) {
+        const __m512 w0 = load16<kKind>(weights, i), w1 = load16<kKind>(weights + 64, i);
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-        const __m512 value = _mm512_set1_ps(reinterpret_cast<const float*>(x)[r]);
-        sums[r][0] = _mm512_fmadd_ps(w0, value, sums[r][0]);
-        sums[r][1] = _mm512_fmadd_ps(w1, value, sums[r][1]);
+        for (int r = 0; r < R; ++r) {
+            const __m512 value = _mm512_set1_ps(reinterpret_cast<const float*>(x)[r * kInputs<kKind> + i]);
+            sums[r][0] = _mm512_fmadd_ps(w0, value, sums[r][0]);
+            sums[r][1] = _mm512_fmadd_ps(w1, value, sums[r][1]);
+        }
     }
 }
 
@@ -155,12 +159,12 @@ void avx512(const Tile& tile, const uint8_t* weights) {
             prefetch(ahead);
             add_unit_avx512<R, kKind>(x, weights, sums[u]);
             x += step;
-            weights += kUnitBytes<kKind>;
+            weights += kUnitBytes;
             ahead += ahead_step;
         }
     }
     if (kChains > 1)
-        for (int64_t unit = even; unit < tile.units; ++unit, x += step, weights += kUnitBytes<kKind>)
+        for (int64_t unit = even; unit < tile.units; ++unit, x += step, weights += kUnitBytes)
             add_unit_avx512<R, kKind>(x, weights, sums[0]);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
@@ -185,7 +189,7 @@ template <Kind kKind>
 Kernels kernels(Isa isa) {
 #if CUE_X86
     if (isa == kAvx512) return {kAvx512Kernels<kKind>, kBlockRows};
-    if (isa == kAvx2) return {kAvx2Kernels<kKind>, 3};
+    if (isa == kAvx2) return {kAvx2Kernels<kKind>, kKind == kF32 ? 3 : 2};
 #endif
     (void)isa;
     return {kPlainKernels<kKind>, 2};

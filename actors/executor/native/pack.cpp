@@ -178,9 +178,9 @@ void put_f32(const float* row, int64_t inputs, int place, uint8_t* panel) {
 }
 
 void put_bf16(const float* row, int64_t inputs, int place, uint8_t* panel) {
-    for (int64_t i = 0; i < inputs; ++i) {
-        const uint16_t half = to_bf16(row[i]);
-        std::memcpy(panel + i * kPanel * 2 + place % 16 * 4 + place / 16 * 2, &half, sizeof half);
+    for (int64_t i = 0; i < round_up(inputs, 2); i += 2) {
+        const uint16_t pair[] = {to_bf16(row[i]), to_bf16(row[i + 1])};
+        std::memcpy(panel + i / 2 * kPairsBytes + place * kPairBytes, pair, sizeof pair);
     }
 }
 

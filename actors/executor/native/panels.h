@@ -19,8 +19,11 @@ constexpr int kGroup = 32;
 // as far from those of float32 rows, for a sixteenth less time.
 constexpr int kSpan = 64;
 constexpr int kSpanGroups = kSpan / kGroup;
-// Inputs in a unit: the four bytes that VNNI multiplies at once. Of float32 a unit is one value.
+// Inputs in a unit: the four bytes that VNNI multiplies at once. Of float32 a unit is one value, of bfloat16 two.
 constexpr int kQuad = 4;
+// Bytes of a row's two bfloat16 values, and of those of a panel.
+constexpr int kPairBytes = 4;
+constexpr int kPairsBytes = kPanel * kPairBytes;
 constexpr int kGroupQuads = kGroup / kQuad;
 constexpr int kSpanQuads = kSpan / kQuad;
 
@@ -29,11 +32,11 @@ constexpr int kKinds = 4;
 
 // What a packed weight begins with; the panels follow.
 //   f32   panel: [n_in][32] float32
-//   bf16  panel: [n_in][16] pairs (output i, output i + 16)
+//   bf16  panel: [n_in / 2][32] pairs of inputs, the first one in the low half; zeros pad the last
 //   int8  panel: 32 float32 scales, then [quads][32][4] bytes of value + 128
 //   int4  panel: per group of 32 inputs [4][2][64] bytes, the low halves of one quad and the high halves of the next,
-//         then 16 pairs of bf16 scales as above and as many of middles: a code stands for (code - 8) * scale + middle.
-//         The middle is small beside the least value, so bf16 rounds it less
+//         then 16 pairs of bf16 scales (output i, output i + 16) and as many of middles: a code stands for
+//         (code - 8) * scale + middle. The middle is small beside the least value, so bf16 rounds it less
 struct alignas(64) Packed {
     uint32_t magic;
     Kind kind;
@@ -62,12 +65,13 @@ inline bool is_integer(Kind kind) { return kind == kInt8 || kind == kInt4; }
 inline int64_t panel_count(int64_t outputs) { return divide_up(outputs, kPanel); }
 // Units of a row: quantized rows, and the weights they meet, are padded to whole spans with zeros.
 inline int64_t unit_count(Kind kind, int64_t inputs) {
+    if (kind == kBf16) return divide_up(inputs, 2);
     return is_integer(kind) ? divide_up(inputs, kSpan) * kSpanQuads : inputs;
 }
 inline int64_t panel_bytes(Kind kind, int64_t inputs) {
     switch (kind) {
         case kF32: return inputs * kPanel * 4;
-        case kBf16: return inputs * kPanel * 2;
+        case kBf16: return unit_count(kind, inputs) * kPairsBytes;
         case kInt8: return kInt8ScaleBytes + unit_count(kind, inputs) * kQuadBytes;
         case kInt4: return divide_up(inputs, kSpan) * kSpanGroups * kInt4GroupBytes;
     }
@@ -86,11 +90,12 @@ struct Blocks {
     int64_t count, rows;
 };
 
-// Rows of x as kernels want them. `units` are four bytes: block after block, in a block unit after unit, in a unit row
-// after row. Quantized: x is about value * the scale of its span. What there is for each span or group lies like the
-// units: block after block, in a block span after span, in a span row after row.
+// Rows of x as kernels want them: block after block, in a block unit after unit, in a unit row after row. Quantized: x
+// is about value * the scale of its span. What there is for each span or group lies like the units: block after block,
+// in a block span after span, in a span row after row.
 struct Rows {
     int64_t count, inputs, units;
+    int unit_bytes;  // of one row: 8 for a pair of float32 values, 4 for all other units
     const uint8_t* data;
     const float* scales;      // of spans
     const int32_t* sums;      // of the values of spans, times -128: what takes the + 128 of int8 weights out again
@@ -102,8 +107,10 @@ int64_t quantized_bytes(int64_t rows, int64_t inputs);
 Rows quantized_view(const void* buffer, int64_t rows, int64_t inputs);
 // Fill the buffer; `stride` in floats. A span with a value that is not finite gets the scale NaN.
 void quantize_rows(const float* x, int64_t stride, int64_t rows, int64_t inputs, void* buffer);
-// The same layout for float32 rows: `buffer` has room for rows * inputs floats, unused for one row.
-Rows arrange_rows(const float* x, int64_t stride, int64_t rows, int64_t inputs, float* buffer);
+// The same layout for weights that are not quantized: rows stay float32, or are rounded to bfloat16 if the weights are
+// and this machine multiplies that. `buffer` has room for `arranged_bytes`; the view may be of x itself.
+int64_t arranged_bytes(int64_t rows, int64_t inputs);
+Rows arrange_rows(Kind kind, const float* x, int64_t stride, int64_t rows, int64_t inputs, void* buffer);
 
 // Values of one row to int8 with one scale for all, round to nearest even. Returns the scale.
 float quantize_row(const float* x, int64_t count, int8_t* values);
@@ -134,6 +141,7 @@ struct Kernels {
 
 Kernels f32_kernels(Isa isa);
 Kernels bf16_kernels(Isa isa);
+Kernels bf16_row_kernels();  // for rows of bfloat16
 Kernels int8_kernels(Isa isa);
 Kernels int4_kernels(Isa isa);
 

@@ -251,6 +251,7 @@ Rows quantized_view(const void* buffer, int64_t rows, int64_t inputs) {
     return {rows,
             inputs,
             layout.spans * kSpanQuads,
+            kQuad,
             at,
             reinterpret_cast<const float*>(at + layout.scales),
             reinterpret_cast<const int32_t*>(at + layout.sums),
@@ -282,27 +283,6 @@ void quantize_rows(const float* x, int64_t stride, int64_t rows, int64_t inputs,
         for (int block = 0; block < blocks.count; ++block) quantize_block(block);
     else
         parallel(static_cast<int>(blocks.count), quantize_block);
-}
-
-Rows arrange_rows(const float* x, int64_t stride, int64_t rows, int64_t inputs, float* buffer) {
-    Rows view{rows, inputs, inputs, reinterpret_cast<const uint8_t*>(x), nullptr, nullptr, nullptr};
-    if (rows == 1) return view;
-    const Blocks blocks(rows);
-    auto arrange_block = [&](int block) {
-        const int64_t first = blocks.first(block);
-        const int size = blocks.size(block);
-        float* out = buffer + first * inputs;
-        for (int r = 0; r < size; ++r) {
-            const float* in = x + (first + r) * stride;
-            for (int64_t i = 0; i < inputs; ++i) out[i * size + r] = in[i];
-        }
-    };
-    if (rows * inputs <= kAloneValues)
-        for (int block = 0; block < blocks.count; ++block) arrange_block(block);
-    else
-        parallel(static_cast<int>(blocks.count), arrange_block);
-    view.data = reinterpret_cast<const uint8_t*>(buffer);
-    return view;
 }
 
 float quantize_row(const float* x, int64_t count, int8_t* values) {

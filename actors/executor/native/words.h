@@ -1,29 +1,23 @@
-// Included by attention_kernel.h where the machine adds products of 16-bit words to 32-bit sums: int8 keys and values
-// against queries and weights of 15 bits and a scale, 32 products an instruction instead of 16, and half the work to
-// widen bytes. What this rounds off is a hundredth of what int8 did. A product of a word and a byte is at most 2^22, and
-// at most 2^8 of them meet in a sum: heads of up to kWordsHeadMax dimensions, and the tokens of a segment or tile.
+// Included by attention_kernel.h where the machine multiplies pairs of 16-bit words: 32 products an instruction instead
+// of 16. int8 keys and values meet queries and weights of 15 bits and a scale, summed in int32, with half the work to
+// widen bytes. What this rounds off is a hundredth of what int8 did. A product of a word and a byte is at most 2^22,
+// and at most 2^8 of them meet in a sum: heads of up to kWordsHeadMax dimensions, and the tokens of a segment or tile.
+// bfloat16 keys and values meet queries and weights rounded to bfloat16, summed in float32, and nothing is widened.
 constexpr float kWordMax = 32767.0f;
 constexpr int kWordsHeadMax = 256;
 constexpr int kWords = 2 * W;  // of 16 bits in a register
 using Words = __m512i;
 
 inline bool fits_words(int head_dim) { return head_dim % kWords == 0 && head_dim <= kWordsHeadMax; }
+inline bool bf16_words(const CueKv& kv) { return kv.type == kBf16 && has_bf16() && kv.head_dim % kWords == 0; }
 
-inline Words words(const int8_t* p) {
-    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
 inline Words load_words(const int16_t* p) { return _mm512_loadu_si512(p); }
 inline Words no_words() { return _mm512_setzero_si512(); }
-inline F as_floats(Words sums) { return _mm512_cvtepi32_ps(sums); }
 // Two neighbours in every pair of lanes.
 inline Words two_words(const int16_t* p) {
     int32_t both;
     std::memcpy(&both, p, sizeof both);
     return _mm512_set1_epi32(both);
-}
-// sums += a * b, two words a lane. Not the intrinsic: compilers copy its sums from register to register.
-inline void add_products(Words& sums, Words a, Words b) {
-    __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
 }
 // The first half of both, in turns: a0 b0 a1 b1 and so on; and the second half.
 inline Words first_in_turns(Words a, Words b) {
@@ -61,3 +55,45 @@ inline float narrow(const float* x, int count, float most, int16_t* words) {
 }
 
 inline int16_t* narrow_row(float* row) { return reinterpret_cast<int16_t*>(row); }
+
+// How words stand for what is stored. Products of pairs are added to a lane of `Sums`: by no intrinsic, for compilers
+// copy the sums of those from register to register.
+struct Int8Words {
+    using Stored = int8_t;
+    using Sums = Words;
+    static constexpr bool kScaled = true;  // what is stored has scales
+    static Words load(const Stored* p) {
+        return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    }
+    static Sums none() { return no_words(); }
+    static void add_products(Sums& sums, Words a, Words b) {
+        __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+    }
+    static F floats(Sums sums) { return _mm512_cvtepi32_ps(sums); }
+    // Words in place of floats; what they are to be multiplied by.
+    static float narrow_in_place(float* row, int count) {
+        return narrow(row, count, magnitude(row, count), narrow_row(row));
+    }
+};
+
+#if CUE_X86_BF16
+struct Bf16Words {
+    using Stored = Bf16;
+    using Sums = F;
+    static constexpr bool kScaled = false;
+    static Words load(const Stored* p) { return _mm512_loadu_si512(p); }
+    static Sums none() { return zero(); }
+    static void add_products(Sums& sums, Words a, Words b) {
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+    }
+    static F floats(Sums sums) { return sums; }
+    static float narrow_in_place(float* row, int count) {
+        for (int i = 0; i < count; i += W) {
+            F some = _mm512_loadu_ps(row + i);
+            __asm__("vcvtneps2bf16 %0, %t0" : "+v"(some));
+            _mm256_storeu_ps(row + i / 2, _mm512_castps512_ps256(some));
+        }
+        return 1.0f;
+    }
+};
+#endif

@@ -22,6 +22,13 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
     phase: str
 
 
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The executor is there. It took so long, of which these phases are a part, by name."""
+
+    seconds: float
+    phases: tuple[tuple[str, float], ...]
+
+
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
     """The executor could not load the model; the engine cannot start."""
 
@@ -70,7 +77,7 @@ class SwitchFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestFigures(msgspec.Struct, frozen=True, tag=True):
-    """The scheduler's counts: requests by state now, the rest since the engine started.
+    """The scheduler's counts: requests by state now, the rest since its life began.
 
     Of `budget_tokens`, the token budgets of all steps, `scheduled_tokens` were used.
     """
@@ -88,7 +95,7 @@ class RequestFigures(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlockFigures(msgspec.Struct, frozen=True, tag=True):
-    """The cache manager's counts. A free block is one that no request holds; it may still be cached.
+    """The cache manager's counts, totals since its life began. A free block is held by no request; it may be cached.
 
     Of `tokens_looked_up`, those of all requests when they were admitted, `tokens_found` were cached. Host memory has no
     blocks in all where using it would not pay. Blocks were saved there, loaded from there, and forked for a sample.
@@ -108,5 +115,5 @@ class BlockFigures(msgspec.Struct, frozen=True, tag=True):
 
 
 ObserverMessage: TypeAlias = (
-    Ready | Loading | LoadFailed | Recovering | Recovered | GaveUp | RequestFigures | BlockFigures
+    Ready | Loading | Loaded | LoadFailed | Recovering | Recovered | GaveUp | RequestFigures | BlockFigures
 )

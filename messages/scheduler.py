@@ -149,8 +149,8 @@ class ExecutorLoading(msgspec.Struct, frozen=True, tag=True):
 class ExecutorReady(msgspec.Struct, frozen=True, tag=True):
     """Weights are loaded and the KV pool is allocated: `block_count` blocks of `block_size` tokens.
 
-    `life` tells this executor from those before it, whose blocks and steps are gone with them. `seconds` it took.
-    `executor` is its role.
+    `life` tells this executor from those before it, whose blocks and steps are gone with them. `seconds` it took, of
+    which the loader's `phases` are a part, by name. `executor` is its role.
     """
 
     block_count: int
@@ -159,6 +159,7 @@ class ExecutorReady(msgspec.Struct, frozen=True, tag=True):
     life: int = 0
     seconds: float = 0.0
     executor: str = ""
+    phases: tuple[tuple[str, float], ...] = ()
 
 
 class ExecutorFailed(msgspec.Struct, frozen=True, tag=True):

@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cuelight.board import EngineStats
     from cuelight.client import Result, Stream
     from cuelight.conversation import Chat
     from cuelight.engine import Engine
     from cuelight.errors import EngineError
+    from cuelight.figures import EngineStats
     from cuelight.health import Health
     from cuelight.messages.client import Chunk
     from cuelight.store import model_path
@@ -31,7 +31,7 @@ _HOMES = {
     "Chunk": "cuelight.messages.client",
     "Engine": "cuelight.engine",
     "EngineError": "cuelight.errors",
-    "EngineStats": "cuelight.board",
+    "EngineStats": "cuelight.figures",
     "Health": "cuelight.health",
     "Result": "cuelight.client",
     "Stream": "cuelight.client",

@@ -5,47 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, assert_never
-
-import msgspec
+from typing import assert_never
 
 from cuelight import errors
+from cuelight.actors.executor.phases import phase_facts
+from cuelight.figures import EngineStats, Figures
 from cuelight.health import HealthRecord
 from cuelight.kernel import get_logger
 from cuelight.messages import observer
 
 log = get_logger("cuelight.engine")
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Requests and blocks now, totals since the start. A block that is only cached counts as free.
-
-    Of `budget_tokens`, the token budgets of all steps, `scheduled_tokens` were used. Of `tokens_looked_up`, those of
-    all admissions, those after a preemption too, `tokens_found` were cached.
-    """
-
-    running: int
-    waiting: int
-    blocks_total: int
-    blocks_free: int
-    blocks_cached: int
-    evictions: int
-    steps: int
-    preemptions: int
-    finished: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    scheduled_tokens: int
-    budget_tokens: int
-    tokens_looked_up: int
-    tokens_found: int
-    host_blocks_total: int
-    host_blocks_used: int
-    blocks_saved: int
-    blocks_loaded: int
-    blocks_forked: int
 
 
 @dataclass(frozen=True)
@@ -56,35 +25,38 @@ class Alarms:
     """Intake is new, and knows of no request."""
     gave_up: Callable[[str], object]
     """The scheduler will serve nobody any more."""
+    phase: Callable[[str], object] = lambda _: None
+    """What the executor is at while the engine starts, for people."""
     note: Callable[[str], object] = lambda _: None
-    """What the executor's start has come to, for people."""
+    """What came of it."""
 
 
 class Board:
     """The engine's own address: keeps the latest figures and wakes whoever waits for the start."""
 
     def __init__(self, health: HealthRecord, alarms: Alarms) -> None:
-        self.requests = observer.RequestFigures()
-        self.blocks = observer.BlockFigures()
+        self._figures = Figures()
         self.ready: asyncio.Future[observer.Ready] = asyncio.get_running_loop().create_future()
         self._health = health
         self._alarms = alarms
         self._cleared = False
+        self._loaded: observer.Loaded | None = None
 
     def tell(self, message: observer.ObserverMessage, /) -> None:
         """Hear from the actors."""
         if self._cleared:
             return
         match message:
-            case observer.RequestFigures():
-                self.requests = message
-            case observer.BlockFigures():
-                self.blocks = message
+            case observer.RequestFigures() | observer.BlockFigures():
+                self._figures.hear(message)
             case observer.Ready():
                 self._hear_ready(message)
             case observer.Loading(phase):
                 self._health.loading(phase)
-                self._alarms.note(phase)
+                if not self.ready.done():  # later nobody waits for it
+                    self._alarms.phase(phase)
+            case observer.Loaded():
+                self._hear_loaded(message)
             case observer.LoadFailed(error):
                 self.fail(errors.ModelUnavailable(error))
             case observer.Recovering(reason):
@@ -111,6 +83,20 @@ class Board:
         elif self.ready.exception() is None:
             self._alarms.again_ready()
 
+    def _hear_loaded(self, loaded: observer.Loaded) -> None:
+        if loaded == self._loaded:  # told again by a new scheduler
+            return
+        self._loaded = loaded
+        self._health.loaded(dict(loaded.phases))
+        log.info("executor_ready", seconds=round(loaded.seconds, 3), **phase_facts(loaded.phases))
+        if not self.ready.done():
+            spent = ", ".join([f"{name} {seconds:.1f} s" for name, seconds in loaded.phases])
+            self._alarms.note(f"loaded the model in {loaded.seconds:.1f} s" + (f": {spent}" if spent else ""))
+
+    def life_over(self, actor: str) -> None:
+        """The next life of this actor counts from nothing."""
+        self._figures.life_over(actor)
+
     def fail(self, error: errors.EngineError) -> None:
         """The engine will not become ready."""
         if not self.ready.done():
@@ -120,39 +106,8 @@ class Board:
     def clear(self) -> None:
         """Nothing runs, waits or holds blocks any more; the totals stay."""
         self._cleared = True
-        self.requests = msgspec.structs.replace(self.requests, running=0, waiting=0)
-        self.blocks = msgspec.structs.replace(self.blocks, blocks_free=self.blocks.blocks_total)
+        self._figures.clear()
 
     def stats(self) -> EngineStats:
         """The figures, of requests and blocks."""
-        return _stats(self.requests, self.blocks)
-
-
-def _stats(requests: observer.RequestFigures, blocks: observer.BlockFigures) -> EngineStats:
-    return EngineStats(
-        running=requests.running,
-        waiting=requests.waiting,
-        blocks_total=blocks.blocks_total,
-        blocks_free=blocks.blocks_free,
-        blocks_cached=blocks.blocks_cached,
-        evictions=blocks.evictions,
-        steps=requests.steps,
-        preemptions=requests.preemptions,
-        finished=requests.finished,
-        prompt_tokens=requests.prompt_tokens,
-        cached_tokens=requests.cached_tokens,
-        output_tokens=requests.output_tokens,
-        scheduled_tokens=requests.scheduled_tokens,
-        budget_tokens=requests.budget_tokens,
-        tokens_looked_up=blocks.tokens_looked_up,
-        tokens_found=blocks.tokens_found,
-        host_blocks_total=blocks.host_blocks_total,
-        host_blocks_used=blocks.host_blocks_used,
-        blocks_saved=blocks.blocks_saved,
-        blocks_loaded=blocks.blocks_loaded,
-        blocks_forked=blocks.blocks_forked,
-    )
-
-
-NO_STATS: Final = _stats(observer.RequestFigures(), observer.BlockFigures())
-"""Before the start."""
+        return self._figures.stats()

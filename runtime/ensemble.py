@@ -40,7 +40,9 @@ B = TypeVar("B")
 FATE = Fate(restarts_max=50, window_seconds=60.0, backoff_seconds=0.01, backoff_max_seconds=0.2)
 """A life is cheap: whoever is new asks its neighbours, and goes on."""
 
-EXECUTOR_FATE = Fate(restarts_max=100, window_seconds=60.0, backoff_seconds=0.02, backoff_max_seconds=0.2)
+EXECUTOR_FATE = Fate(
+    restarts_max=100, window_seconds=60.0, backoff_seconds=0.02, backoff_max_seconds=0.2, restarts_at_start=True
+)
 """The scheduler gives up sooner where nothing comes of it."""
 
 Casting: TypeAlias = Callable[["EngineConfig", "Roles", Address[ObserverMessage], "Lead"], tuple[Part[Never], ...]]

@@ -45,6 +45,7 @@ class Health:
             (those under way are finished, new ones refused); "unavailable" (it has given up); "closed".
         reason: why it does not just serve; empty where it does.
         phase: of the executor's start, while that is under way.
+        load_phases: how many seconds each phase of its last start took.
         restarts: how often each actor has crashed and was replaced.
         crashes: the last eight, oldest first.
         last_recovery: how long it took to compute again after the executor or the cache manager was lost.
@@ -53,6 +54,7 @@ class Health:
     state: State
     reason: str
     phase: str
+    load_phases: Mapping[str, float]
     restarts: Mapping[str, int]
     crashes: tuple[Crash, ...]
     last_recovery: Recovery | None
@@ -66,6 +68,7 @@ class HealthRecord:
         self._state: State = "starting"
         self._reason = ""
         self._phase = ""
+        self._load_phases: Mapping[str, float] = {}
         self._recovery: Recovery | None = None
         self._restarts: Counter[str] = Counter()
         self._crashes: deque[tuple[float, str, str]] = deque(maxlen=CRASHES_REMEMBERED)
@@ -80,6 +83,11 @@ class HealthRecord:
     def loading(self, phase: str) -> None:
         """The executor has come to this phase of its start."""
         self._phase = phase
+
+    def loaded(self, phases: Mapping[str, float]) -> None:
+        """The executor is there."""
+        self._phase = ""
+        self._load_phases = phases
 
     def recovering(self, reason: str) -> None:
         """What was computed is lost. A drain goes on meanwhile."""
@@ -106,6 +114,7 @@ class HealthRecord:
             state=self._state,
             reason=self._reason,
             phase=self._phase if self._state in ("starting", "recovering", "draining") else "",
+            load_phases=dict(self._load_phases),
             restarts=dict(self._restarts),
             crashes=tuple(Crash(actor, error, now - seconds) for seconds, actor, error in self._crashes),
             last_recovery=self._recovery,

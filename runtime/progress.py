@@ -1,4 +1,4 @@
-"""What a long fetch or conversion shows on stderr. Knows nothing of models; silent unless asked for."""
+"""What a long fetch, conversion or start shows on stderr. Knows nothing of models; silent unless asked for."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Progress:
     def __init__(self, shown: bool) -> None:
         self.shown = shown
         self._bar: tqdm[None] | None = None
+        self._has_phase = False
 
     def note(self, text: str) -> None:
         """Print one line."""
@@ -33,6 +34,16 @@ class Progress:
             self.close()
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
+
+    def phase(self, text: str) -> None:
+        """Say what is being done now: on a terminal in place of the phase before, else in a line of its own."""
+        if not self.shown or not sys.stderr.isatty():
+            self.note(text)
+            return
+        self.close()
+        self._has_phase = True
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
     def bar(self, what: str, total: int, unit: str) -> None:
         """Put up a new bar of `total` units in place of the one before."""
@@ -47,7 +58,11 @@ class Progress:
             self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
-        """Take the bar down."""
+        """Take the bar down, and the phase."""
+        if self._has_phase:
+            self._has_phase = False
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -27,6 +27,9 @@ B = TypeVar("B")
 Running: TypeAlias = Literal["finish", "recompute"]
 RUNNING: Final = ("finish", "recompute")
 
+LINGER_SECONDS: Final = 5.0
+"""For an executor's process to end in order; then it is killed."""
+
 ExecutorPart: TypeAlias = Callable[[Role[ExecutorMessage], Role[SchedulerMessage]], Part[ExecutorMessage]]
 
 
@@ -173,7 +176,7 @@ class Reload:
         self._switch = switch(self)
         self._on_over = on_over
         self._loop = asyncio.get_running_loop()
-        self._is_over = False
+        self._is_over = self._is_called_off = False
         self.outcome: asyncio.Future[None] = self._loop.create_future()
         self._system.spawn(part)
         self.repeat()
@@ -181,9 +184,12 @@ class Reload:
     def repeat(self) -> None:
         """Say it to the scheduler, or say it again to a new one."""
         self._scheduler.tell(self._switch)
+        if self._is_called_off:
+            self.call_off()
 
     def call_off(self) -> None:
         """Nobody wants it any more. The scheduler has the last word, since it may be done."""
+        self._is_called_off = True
         if not self._is_over:
             self._scheduler.tell(CallOff(self._switch.executor))
 
@@ -223,6 +229,8 @@ class Reload:
     def _dismiss(self, role: Role[ExecutorMessage]) -> None:
         with suppress(KeyError):  # the system has ended
             self._system.dismiss(role, drop=True)
+        # A process that hangs, or that still loads, does not end because it is asked to.
+        self._loop.call_later(LINGER_SECONDS, self._system.kill, role, "it was dismissed, and did not end")
 
 
 def new_role(before: Role[ExecutorMessage], number: int) -> Role[ExecutorMessage]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, Unpack
 
-from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token, stub_host
+from cuelight.actors.executor.stub import StubBatch, StubDevice, next_letter, stub_host
 from cuelight.actors.intake.prompts import check_text
 from cuelight.actors.intake.refusal import Refused
 from cuelight.config import EngineConfig, EngineOptions, ModelFacts
@@ -19,6 +19,20 @@ from cuelight.ensemble import Ensemble
 from cuelight.errors import ModelUnavailable, NotStarted
 from cuelight.kernel import Role
 from cuelight.messages.request import Conversation, Prompt, Refusal
+
+__all__ = [
+    "BLOCK_COUNT_DEFAULT",
+    "CONTEXT_LENGTH",
+    "END_TOKEN",
+    "ROLES",
+    "STUB_NAME",
+    "crash",
+    "decode",
+    "encode",
+    "next_letter",
+    "stub_engine",
+    "stub_ensemble",
+]
 
 STUB_NAME: Final = "stub"
 """What such an engine calls itself."""
@@ -29,8 +43,6 @@ END_TOKEN: Final = 256
 CONTEXT_LENGTH: Final = 4096
 BLOCK_COUNT_DEFAULT: Final = 1024
 ROLES: Final = ("system", "user", "assistant")
-
-_LETTERS: Final = b"etaoin shrdlu cmfwyp "
 
 
 def stub_engine(
@@ -68,11 +80,6 @@ def crash(engine: Engine, actor: str) -> None:
     if engine.system is None:
         raise NotStarted("start the engine first: there is nobody to crash")
     engine.system.kill(Role(actor, object, capacity=1), "a test wants it")
-
-
-def next_letter(token_ids: Sequence[int]) -> int:
-    """A letter or a space: a pure function of all tokens before it."""
-    return _LETTERS[hashed_token(token_ids, len(_LETTERS))]
 
 
 def encode(prompt: Prompt) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.intake import AllSent
 from cuelight.messages.observer import (
     BlockFigures,
+    Loaded,
     LoadFailed,
     Loading,
     ObserverMessage,
@@ -278,7 +279,7 @@ class Board:
             case Ready():
                 self.is_ready = True
                 self._on_new_intake()
-            case Loading():
+            case Loading() | Loaded():
                 pass
             case LoadFailed():  # which only matters at the start, where loading always succeeds
                 assert self.is_ready, "the executor cannot be started"

@@ -11,30 +11,55 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cuelight.actors.executor.stub import StubDevice
-from cuelight.config import EngineConfig
-from cuelight.ensemble import Ensemble
-from cuelight.testing import next_letter, stub_ensemble
+from cuelight.actors.executor.phases import phases_of_start
+from cuelight.actors.executor.stub import StubDevice, next_letter
+
+if TYPE_CHECKING:
+    from cuelight.config import EngineConfig
+    from cuelight.ensemble import Ensemble
 
 POLL_SECONDS = 0.002
 
 
+class Cradle(type(Path())):  # type: ignore[misc]  # a path of this system's kind
+    """A folder that is heeded even before the executor's first word, when its process learns of it."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return born, (str(self),)
+
+
+def born(path: str) -> Path:
+    """In the process, which lives and has not said so."""
+    folder = Path(path)
+    _wait_while(folder / "hold the birth")
+    if (folder / "exit at birth").exists():
+        os._exit(3)
+    if _take(folder / "die at birth"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return folder
+
+
 def ensemble(folder: Path, config: EngineConfig) -> Ensemble[object]:
     """A stub whose device heeds the folder."""
+    from cuelight.ensemble import Ensemble  # which the process has no need of
+    from cuelight.testing import stub_ensemble
+
     stub = stub_ensemble(config)
-    return Ensemble(stub.facts, stub.encoder, stub.decode, partial(load, folder, config.block_size))
+    return Ensemble(stub.facts, stub.encoder, stub.decode, partial(load, Cradle(folder), config.block_size))
 
 
 def load(folder: Path, block_size: int) -> StubDevice:
     """Says that it lives; then does what a file's name says, while the file is there."""
     with (folder / "lives").open("a") as lives:
         lives.write(f"{os.getpid()}\n")
-    if (folder / "cannot load").exists():
-        raise OSError("no such weights")
-    if (folder / "exit while loading").exists():
-        os._exit(3)
-    _wait_while(folder / "hold the load")
+    with phases_of_start(time.monotonic)("read weights"):
+        if (folder / "cannot load").exists():
+            raise OSError("no such weights")
+        if (folder / "exit while loading").exists():
+            os._exit(3)
+        _wait_while(folder / "hold the load")
     return StubDevice(1024, block_size, partial(token, folder))
 
 

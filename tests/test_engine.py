@@ -667,7 +667,7 @@ async def test_a_flood_is_answered_and_what_was_accepted_is_served() -> None:
         assert [result.token_ids for result in served] == [expected_tokens(f"flood {n}", 5) for n in range(10)]
         assert all(isinstance(outcome, Result | errors.QueueFull) for outcome in outcomes)
         assert len(outcomes) + refused == 5000
-        figures = engine._system.statistics()
+        figures = engine.system.statistics()
         assert all(box.peak <= box.capacity for box in figures.values())
         assert figures["intake"].peak <= 8 * 10 + 64
         await check_healthy(engine)
@@ -989,13 +989,13 @@ async def test_a_stop_in_the_moment_the_engine_becomes_ready_wins() -> None:
         return StubDevice(8, 16)
 
     async def stop_when_ready() -> None:
-        await engine._board.ready  # first in line, so that this stops before the start goes on
+        await engine._lifecycle.board.ready  # first in line, so that this stops before the start goes on
         await engine.stop()
 
     async with asyncio.timeout(NET_SECONDS):
         engine = Engine.from_ensemble("slow", ensemble(load))
         starting = asyncio.create_task(engine.start())
-        await until(lambda: engine._board is not None)
+        await until(lambda: engine._lifecycle.board is not None)
         stopping = asyncio.create_task(stop_when_ready())
         await asyncio.sleep(0)
         may_load.set()

@@ -15,6 +15,7 @@ from support import FailingDevice, Recorder, Stage, StageAddress, StageContext
 
 from cuelight.actors.executor.actor import Executor
 from cuelight.actors.executor.device import DeviceLost
+from cuelight.actors.executor.phases import phases_of_start
 from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token, stub_host
 from cuelight.kernel import Part, Role, System
 from cuelight.messages.address import Address
@@ -77,6 +78,30 @@ def test_a_loaded_device_is_announced_with_its_pool() -> None:
     assert isinstance(ready, ExecutorReady)
     assert (ready.block_count, ready.block_size, ready.executor) == (40, 16, "executor")
     assert ready.seconds > 0, "which it took"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_phases_of_loading_are_told_as_they_begin_and_timed(seed: int) -> None:
+    looks = iter(range(100))
+
+    def load() -> StubDevice:
+        phases = phases_of_start(lambda: float(next(looks)))
+        with phases("read"), phases("pack"):
+            pass
+        with phases_of_start(lambda: float(next(looks)))("read"):
+            pass
+        return StubDevice(40, 16)
+
+    staged = Staged(seed, load)
+    staged.settle()
+    *before, ready = staged.scheduler.take()
+    told = [ExecutorLoading(f"loading the model: {name}", "executor") for name in ("read", "pack", "read")]
+    # The thread that says so and the one that loads take turns as they like, and what comes late is not said any more.
+    assert before == [LOADING, *told[: len(before) - 1]]
+    assert isinstance(ready, ExecutorReady)
+    assert ready.phases == (("pack", 1.0), ("read", 4.0))
+    load()
+    assert staged.scheduler.take() == [], "nobody waits for a load that is not part of a start"
 
 
 def test_it_reports_how_it_is_whenever_it_is_asked() -> None:

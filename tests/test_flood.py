@@ -43,7 +43,7 @@ async def test_a_flood_is_refused_before_a_message_is_spent() -> None:
 async def test_what_is_refused_for_want_of_room_is_not_even_looked_at() -> None:
     async with gated(queue_limit=1) as (engine, _):
         held = engine.stream("held")
-        with patch("cuelight.engine.parse_prompt", side_effect=AssertionError("nobody looks")):
+        with patch("cuelight.submissions.parse_prompt", side_effect=AssertionError("nobody looks")):
             for refuse in (lambda: engine.stream("x" * 10**6), lambda: engine.samples("x", 1)):
                 with pytest.raises(errors.QueueFull):
                     refuse()

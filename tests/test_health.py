@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import sys
 from pathlib import Path
 
 import executors
+import msgspec
 import pytest
 from engines import NET_SECONDS, gated, until
 
 from cuelight import Engine, errors
 from cuelight.board import Alarms, Board
+from cuelight.figures import BLOCK_TOTALS, REQUEST_TOTALS
 from cuelight.health import CRASHES_REMEMBERED, ERROR_CHARS_MAX, HealthRecord, Recovery
 from cuelight.kernel import ActorCrashed
-from cuelight.messages.observer import GaveUp, Loading, Ready, Recovered, Recovering
+from cuelight.messages.observer import (
+    BlockFigures,
+    GaveUp,
+    Loaded,
+    Loading,
+    Ready,
+    Recovered,
+    Recovering,
+    RequestFigures,
+)
+from cuelight.progress import Progress
 from cuelight.testing import crash, stub_engine
 
 ACTORS = ("intake", "scheduler", "cache", "executor", "detokenizer")
@@ -92,6 +106,32 @@ async def test_the_executor_s_loss_is_a_recovery_with_a_reason(tmp_path: Path) -
         assert health.last_recovery.load_seconds > 0
 
 
+@pytest.mark.parametrize("actor", ["scheduler", "cache"])
+async def test_totals_survive_whoever_counts_them(actor: str) -> None:
+    async with asyncio.timeout(NET_SECONDS), stub_engine() as engine:
+        seen = [engine.stats()]
+        for lives in range(1, 4):
+            await engine.generate("a prompt of some length", max_tokens=5)
+            seen.append(engine.stats())
+            crash(engine, actor)
+            await until(lambda lives=lives: engine.health().restarts == {actor: lives})
+            seen.append(engine.stats())
+        await engine.generate("a prompt of some length", max_tokens=5)
+        seen.append(engine.stats())
+    for name in (*REQUEST_TOTALS, *BLOCK_TOTALS):
+        told = [getattr(stats, name) for stats in seen]
+        assert told == sorted(told), name
+    assert (seen[-1].finished, seen[-1].output_tokens, seen[-1].prompt_tokens) == (4, 20, 92)
+    assert seen[-1].tokens_looked_up == 92
+
+
+def test_every_figure_is_a_total_or_holds_now() -> None:
+    now = {"running", "waiting"}
+    assert {field.name for field in msgspec.structs.fields(RequestFigures)} == now | set(REQUEST_TOTALS)
+    now = {"blocks_total", "blocks_free", "blocks_cached", "host_blocks_total", "host_blocks_used"}
+    assert {field.name for field in msgspec.structs.fields(BlockFigures)} == now | set(BLOCK_TOTALS)
+
+
 async def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "cannot load").touch()
     engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(tmp_path, config))
@@ -129,20 +169,53 @@ def test_who_has_ended_does_not_come_back() -> None:
 async def test_the_board_calls_whom_it_concerns() -> None:
     called: list[object] = []
     health, _ = record()
-    board = Board(health, Alarms(lambda: called.append("again"), called.append, called.append))
+    board = Board(health, Alarms(lambda: called.append("again"), called.append, called.append, called.append))
     board.tell(Loading("reading the weights"))
     assert health.snapshot().phase == "reading the weights"
+    for _ in range(2):  # as by a new scheduler
+        board.tell(Loaded(2.5, (("reading", 1.5), ("warm up", 0.75))))
+    assert (health.snapshot().phase, health.snapshot().load_phases) == ("", {"reading": 1.5, "warm up": 0.75})
     board.tell(Ready(100))
     board.tell(Ready(100))
+    board.tell(Loading("another one, for which nobody waits"))
+    board.tell(Loaded(1.0, ()))
     health.enter("serving")
     board.tell(Recovering("gone"))
     board.tell(Recovered(1.0, 2.0, 3.0))
     assert health.snapshot().last_recovery == Recovery(1.0, 2.0, 3.0)
     board.tell(GaveUp("no hope"))
-    assert called == ["reading the weights", "again", "no hope"]
+    loaded = "loaded the model in 2.5 s: reading 1.5 s, warm up 0.8 s"
+    assert called == ["reading the weights", loaded, "again", "no hope"]
     board.clear()
     board.tell(GaveUp("no hope"))
-    assert len(called) == 3
+    assert len(called) == 4
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stderr", "shown", "expected"),
+    [
+        (Terminal, True, "read\r\x1b[2Kpack\r\x1b[2Kloaded\n"),
+        (io.StringIO, True, "read\npack\nloaded\n"),
+        (Terminal, False, ""),
+    ],
+    ids=["terminal", "log", "silent"],
+)
+def test_a_phase_takes_the_place_of_the_one_before_on_a_terminal(
+    stderr: type[io.StringIO], shown: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = stderr()
+    monkeypatch.setattr(sys, "stderr", written)
+    progress = Progress(shown)
+    progress.phase("read")
+    progress.phase("pack")
+    progress.note("loaded")
+    progress.close()
+    assert written.getvalue() == expected
 
 
 async def test_giving_up_before_the_start_is_a_start_that_fails() -> None:

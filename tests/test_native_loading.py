@@ -420,7 +420,7 @@ def test_without_host_memory_only_loading_is_timed(tmp_path: Path) -> None:
     looks = itertools.count()
     runner = load(options(tiny(tmp_path), now=lambda: float(next(looks))))
     assert runner.host == HostTier()
-    assert next(looks) == 4, "when it began, compiled, packed and was warm"
+    assert next(looks) == 8, "when each of four phases began and ended"
 
 
 def test_costs_of_host_memory_are_measured_with_what_there_is_room_for(tmp_path: Path) -> None:

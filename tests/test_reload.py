@@ -347,6 +347,41 @@ async def test_a_cancelled_reload_is_called_off() -> None:
         assert (await engine.generate("then", max_tokens=3)).token_ids == continued("then", 3, 0)
 
 
+async def test_a_cancelled_reload_is_called_off_by_a_new_scheduler_too() -> None:
+    async with modelled() as (engine, models):
+        models.may_load.clear()
+        stream = engine.stream("undisturbed", max_tokens=6)
+        reload = asyncio.create_task(engine.reload("other", running="recompute"))
+        await until(lambda: "other" in models.loads)
+        crash(engine, "scheduler")
+        reload.cancel()
+        await asyncio.wait([reload])
+        await until(lambda: engine.health().restarts == {"scheduler": 1})
+        await check_undisturbed(engine, models, stream, 6)
+        models.may_load.set()
+
+
+async def test_an_executor_does_not_take_over_from_itself() -> None:
+    async with modelled() as (engine, models):
+        models.may_load.clear()
+        reload = asyncio.create_task(engine.reload("other", running="recompute"))
+        await until(lambda: "other" in models.loads)
+        reloading = engine._lifecycle.models._reload
+        assert reloading is not None
+        models.may_load.set()
+        await reload
+        models.other_gate._permits = 0
+        stream = engine.stream("undisturbed", max_tokens=6)
+        models.other_gate.allow(2)
+        await read(stream, 1)
+        reloading.repeat()  # as to a new scheduler that has found out by itself
+        for _ in range(20):
+            await engine.explain(stream.request_id)
+        models.other_gate.allow()
+        assert (await stream.result()).token_ids == continued("undisturbed", 6, 0)
+        assert engine.stats().preemptions == 0
+
+
 async def test_whoever_waits_for_the_other_is_served_by_the_first_if_that_is_called_off() -> None:
     async with modelled() as (engine, models):
         stream = engine.stream("undisturbed", max_tokens=6)

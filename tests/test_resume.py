@@ -612,7 +612,7 @@ async def test_a_start_that_is_cancelled_leaves_no_journal_open(journal: Path, m
         assert may_go_on.wait(NET_SECONDS)
         return made
 
-    monkeypatch.setattr("cuelight.engine.begin", slow)
+    monkeypatch.setattr("cuelight.lifecycle.begin", slow)
     start = asyncio.create_task(stub_engine(journal=journal, resume=True).start())
     await until(begun.is_set)
     start.cancel()

@@ -112,14 +112,14 @@ async def test_an_engine_gives_a_stream_for_each() -> None:
 async def test_each_has_a_seed_of_its_own() -> None:
     seeds: list[int | None] = []
     async with stub_engine(seed=3) as engine:
-        submit = engine._intake.tell
+        submit = engine._lifecycle.intake.tell
 
         def tell(message):  # type: ignore[no-untyped-def]
             if isinstance(message, Submit):
                 seeds.append(message.sampling.seed)
             submit(message)
 
-        engine._intake.tell = tell
+        engine._lifecycle.intake.tell = tell
         for stream in engine.samples("a", 3, seed=2**64 - 2, max_tokens=1):
             await stream.result()
         for stream in engine.samples("a", 2, max_tokens=1):

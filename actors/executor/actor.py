@@ -11,6 +11,7 @@ from typing import Generic, Never, TypeAlias, TypeVar, assert_never
 import msgspec
 
 from cuelight.actors.executor.device import Device, DeviceLost, Pending
+from cuelight.actors.executor.phases import Phases
 from cuelight.kernel import Actor, Context, Worker, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.executor import ExecuteStep, ExecutorMessage, Report
@@ -28,6 +29,13 @@ class _Loaded(msgspec.Struct, frozen=True, tag=True):
     block_count: int
     block_size: int
     host: HostTier = HostTier()
+    phases: tuple[tuple[str, float], ...] = ()
+
+
+class _PhaseBegun(msgspec.Struct, frozen=True, tag=True):
+    """The device's start has come to this phase."""
+
+    name: str
 
 
 class _LoadFailed(msgspec.Struct, frozen=True, tag=True):
@@ -64,7 +72,7 @@ class _Lost(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-ExecutorInbox: TypeAlias = ExecutorMessage | _Loaded | _LoadFailed | _Prepared | _Launched | _Read | _Lost
+ExecutorInbox: TypeAlias = ExecutorMessage | _PhaseBegun | _Loaded | _LoadFailed | _Prepared | _Launched | _Read | _Lost
 
 
 @dataclass(frozen=True)
@@ -133,9 +141,13 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
                 reply_to.tell(outcome)
             case _Lost(error):
                 raise DeviceLost(error)
-            case _Loaded(block_count, block_size, host):
+            case _PhaseBegun(name):
+                if isinstance(self._state, ExecutorLoading):  # the device's own thread may have been faster
+                    self._state = ExecutorLoading(f"loading the model: {name}", self._name)
+                    self._scheduler.tell(self._state)
+            case _Loaded(block_count, block_size, host, phases):
                 seconds = self._clock.now() - self._began
-                self._state = ExecutorReady(block_count, block_size, host, self._life, seconds, self._name)
+                self._state = ExecutorReady(block_count, block_size, host, self._life, seconds, self._name, phases)
                 self._scheduler.tell(self._state)
             case _LoadFailed(error):
                 self._state = ExecutorFailed(error, self._name)
@@ -159,7 +171,9 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
 
     def _load_device(self) -> _Loaded:
         """On the device thread."""
-        device = self._device = self._load()
+        phases = Phases(self._phase_begun)
+        with phases.present():
+            device = self._device = self._load()
         host = device.host
         log.info(
             "device_loaded",
@@ -168,8 +182,13 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
             host_block_count=host.block_count,
             move_seconds=host.move_seconds,
             recompute_seconds=host.recompute_seconds,
+            **phases.facts(),
         )
-        return _Loaded(device.block_count, device.block_size, host)
+        return _Loaded(device.block_count, device.block_size, host, tuple(phases.seconds.items()))
+
+    def _phase_begun(self, name: str) -> None:
+        """On the device thread, or another one that loads. The reading thread, which has nothing to do yet, says it."""
+        self._reading.submit(lambda: name, done=_PhaseBegun, failed=_load_failure)
 
     def _prepare(self, step: ExecuteStep) -> None:
         """On the thread beside it. A step that cannot be prepared fails when its turn comes: its copies are due too."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cuelight.actors.executor.actor import Executor, ExecutorInbox
 from cuelight.actors.executor.device import Device
+from cuelight.actors.executor.phases import phases_of_start
 from cuelight.kernel import Context, Role
 from cuelight.messages.scheduler import SchedulerMessage
 
@@ -26,6 +27,7 @@ def build_executor(
 
 def load_model(options: LoadOptions) -> Device[Batch]:
     """The model on its device. Imports whatever decodes it only now. Blocks. Raises CannotLoad."""
-    from cuelight.actors.executor import loading
+    with phases_of_start(options.now)("imports"):
+        from cuelight.actors.executor import loading
 
     return loading.load_device(options)

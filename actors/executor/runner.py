@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -32,6 +33,7 @@ from cuelight.actors.executor.model.graphs import (
 from cuelight.actors.executor.model.loading import LoadedModel, load
 from cuelight.actors.executor.model.sampling import SamplingPlan, choose
 from cuelight.actors.executor.options import LoadOptions
+from cuelight.actors.executor.phases import phases_of_start
 from cuelight.actors.executor.staging import Numbers, Staging, StagingPool
 from cuelight.actors.executor.stream import Event, Streams, ThreadStream
 from cuelight.kernel import get_logger
@@ -320,7 +322,7 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     # On the CPU the thread that loads is the one that computes: each that ever does gets a team of threads, and these
     # would be in each other's way.
     stream = ThreadStream("cuelight compute")
-    loaded = stream.call(partial(load, options))
+    loaded = stream.call(partial(copy_context().run, load, options))  # so that its phases are told
     if loaded.device.type != "cuda":
         return ModelRunner(loaded, _streams(loaded.device, stream))
     stream.close()
@@ -328,12 +330,14 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     if not options.eager:
         graphs = graphs_of(loaded, CudaGraphs(), sizes_up_to(min(options.running_max, options.token_budget)))
     runner = ModelRunner(loaded, graphs=graphs)
-    began, reserved = options.now(), torch.cuda.memory_reserved(loaded.device)
-    runner.warm_up()
+    reserved = torch.cuda.memory_reserved(loaded.device)
+    phases = phases_of_start(options.now)
+    with phases("graphs"):
+        runner.warm_up()
     log.info(
         "graphs",
         count=0 if graphs is None else graphs.count,
-        seconds=round(options.now() - began, 3),
+        seconds=round(phases.seconds["graphs"], 3),
         bytes=torch.cuda.memory_reserved(loaded.device) - reserved,
     )
     return runner

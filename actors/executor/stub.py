@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Final, assert_never
 
 from cuelight.messages.executor import ExecuteStep, Row
 from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId
 from cuelight.messages.scheduler import StepDone
+
+_LETTERS: Final = b"etaoin shrdlu cmfwyp "
 
 
 @dataclass
@@ -30,6 +32,11 @@ def hashed_token(token_ids: Sequence[int], vocab_size: int) -> int:
     """The next token as a pure function of all tokens before it."""
     digest = hashlib.blake2b(b",".join(str(token).encode() for token in token_ids), digest_size=8).digest()
     return int.from_bytes(digest, "little") % vocab_size
+
+
+def next_letter(token_ids: Sequence[int]) -> int:
+    """A letter or a space: a pure function of all tokens before it."""
+    return _LETTERS[hashed_token(token_ids, len(_LETTERS))]
 
 
 def stub_host(block_count: int) -> HostTier:

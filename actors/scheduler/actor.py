@@ -1,6 +1,7 @@
 """The scheduler: every request's life, and what each step computes. Knows tokens; not blocks, text or tensors.
 
-The work itself is in `workload.py`; what follows when a neighbour dies, in `succession.py`.
+The work itself is in `workload.py`, its next step in `next_step.py`; what follows when a neighbour dies, in
+`succession.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TypeAlias, assert_never
 
 import msgspec
 
+from cuelight.actors.scheduler.next_step import NextStep
 from cuelight.actors.scheduler.outbox import Neighbours
 from cuelight.actors.scheduler.planning import Limits
 from cuelight.actors.scheduler.policy import policy_of
@@ -81,6 +83,7 @@ class Scheduler(Actor[SchedulerInbox]):
         self._work = Workload(
             context, limits, eos_token_ids, neighbours, policy, partial(_waking, context), self._recovery.advanced
         )
+        self._next = NextStep(self._work)
         self._executors = Succession(context, self._work, self._recovery, neighbours, context_length)
         self._early: list[Early] = []
         """What has come before it has heard what it must remember, and comes on top of that."""
@@ -102,7 +105,7 @@ class Scheduler(Actor[SchedulerInbox]):
             case StepDone():
                 self._work.step_done(message)
             case Granted():
-                self._work.granted(message)
+                self._next.granted(message)
             case StepFailed():
                 self._work.step_failed(message)
             case _Wake(what):
@@ -117,8 +120,8 @@ class Scheduler(Actor[SchedulerInbox]):
                 assert_never(message)
         self._work.outbox.announce()
         self._executors.let_take_over()
-        self._work.plan(admit=True)
-        self._work.see_that_something_moves()
+        self._next.plan(admit=True)
+        self._next.see_that_something_moves()
         self._work.publish()
         if self._work.is_serving and not self._work.requests:
             self._recovery.settle(self._now())

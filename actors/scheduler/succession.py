@@ -64,7 +64,11 @@ class Succession:
             case Terminated():
                 self._bereaved(message)
             case Switch():
-                self._switching.ask(message, self._self)
+                present = self._neighbours.executor_role
+                if present is not None and message.executor == present.name:
+                    confirm(message)  # it was told again just as this one had taken over
+                else:
+                    self._switching.ask(message, self._self)
             case CallOff():
                 if self._switching.concerns(message.executor):
                     self._give_up_switch("it was called off")
@@ -173,6 +177,7 @@ class Succession:
         self._work.reset_cache()
         self.serve()
         self._recovery.ready(ready.seconds, now)
+        self._neighbours.observer.tell(observer.Loaded(ready.seconds, ready.phases))
 
     def _executor_failed(self, error: str) -> None:
         if not self._had_executor:  # as far as this scheduler knows

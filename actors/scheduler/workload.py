@@ -1,8 +1,4 @@
-"""The scheduler's work: the requests that wait and those that run, and the next step of the latter.
-
-One planning round is Reserve → Granted → ExecuteStep, or ExecuteStep alone when no blocks are wanted. Up to
-`steps_in_flight` steps run or wait at the executor, so planning hides behind the device's work.
-"""
+"""The scheduler's work: requests that wait and those that run, what steps give them, and the loss of their blocks."""
 
 from __future__ import annotations
 
@@ -38,8 +34,6 @@ from cuelight.messages.scheduler import (
     Admit,
     ExecutorReady,
     Explanation,
-    Grant,
-    Granted,
     SchedulerMessage,
     SetPolicy,
     StepDone,
@@ -57,10 +51,10 @@ log = get_logger("cuelight.scheduler")
 
 
 class Workload:
-    """Decodes first, then prefill, under one token budget; whom to serve next and whom to preempt is the policy's.
+    """All requests that have not ended, and who else has a part in them.
 
-    Nothing is planned while there is no pool, nor before it is open. `on_step` is called with the time of each step
-    that is done, `wake_after` makes a timer that wakes the scheduler to see to something.
+    `on_step` is called with the time of each step that is done, `wake_after` makes a timer that wakes the scheduler to
+    see to something.
     """
 
     def __init__(
@@ -90,8 +84,8 @@ class Workload:
         self.chronicle = Chronicle()
         self.reservation = Reservation(neighbours.cache, context.ref, first_round)
         self.doubts = _doubts(wake_after, limits, can_kill=neighbours.kill_executor is not None)
-        self._now = context.clock.now
-        self.rounds = Rounds(limits, self.waiting, self.door, self.chronicle, self._now)
+        self.now = context.clock.now
+        self.rounds = Rounds(limits, self.waiting, self.door, self.chronicle, self.now)
         self._allowance = Allowance(limits.token_budget)
         self._cache = neighbours.cache
         self._on_step = on_step
@@ -106,8 +100,6 @@ class Workload:
         """The figures, if they have changed."""
         self.outbox.publish(len(self.running), len(self.waiting), self.flights.step)
 
-    # Requests come, wait, and leave.
-
     def join(self, admit: Admit) -> Tracked | None:
         """A request has come; None for one that is known, of which the detokenizer is told again what it may lack."""
         if (known := self.requests.get(admit.request_id)) is not None:
@@ -120,7 +112,7 @@ class Workload:
         self._arrivals += 1
         self.requests[admit.request_id] = request
         self.waiting.join(request)
-        self.deadlines.add(request, self._now())
+        self.deadlines.add(request, self.now())
         return request
 
     def end_if_complete(self, request: Tracked) -> None:
@@ -141,7 +133,7 @@ class Workload:
         """One of its deadlines has come; it may be over, or running by now."""
         if request.is_over:
             return
-        now = self._now()
+        now = self.now()
         if now >= request.deadline:
             self.end(request, FinishReason.EXPIRED, "its deadline has passed")
         elif now >= request.queue_deadline and request.queued_seconds is None:
@@ -161,7 +153,7 @@ class Workload:
 
     def end(self, request: Tracked, reason: FinishReason, error: str = "") -> None:
         """This request is over."""
-        now = self._now()
+        now = self.now()
         del self.requests[request.request_id]
         request.is_over = True
         self.deadlines.forget(request)
@@ -175,13 +167,11 @@ class Workload:
         self.chronicle.end(request, str(reason), error, now)
         self.outbox.end(request, reason, error, now)
 
-    # What a step gave.
-
     def step_done(self, done: StepDone) -> None:
         """The oldest step in flight has been computed."""
         if (plan := self.flights.landed(done)) is None:
             return
-        now = self._now()
+        now = self.now()
         if self._allowance.fitted():
             self._allow()
         self.doubts[EXECUTOR].answered(now)
@@ -245,128 +235,9 @@ class Workload:
         self.door.allow(self._allowance.token_budget)
         self.door.reopen(None)
 
-    # The next step.
-
-    def plan(self, *, admit: bool) -> None:
-        """Send the next step, or first ask for the blocks it wants."""
-        running = self.running.values()
-        while self.is_serving and self.reservation.asked is None and self.flights.has_room:
-            usurper = self._usurp() if admit else None
-            following = self.rounds.next(running, admit=admit, usurper=usurper)
-            if following.growths or following.admitted:
-                self.doubts[CACHE].asked(self._now())
-                self.reservation.ask(following, self.running, self.door.deferred.news)
-            elif following.plan and blame.may_fly(following.plan, self.flights):
-                self._execute(following.plan)
-            else:
-                return
-
-    def _usurp(self) -> Tracked | None:
-        """Who takes the place of another one for its tenant's share: the other one is preempted (one a round)."""
-        pair = self._usurpation()
-        if pair is None or not self.rounds.has_tokens_left(self.running.values(), without=pair[1]):
-            return None
-        usurper, victim = pair
-        usurper.is_sheltered = True
-        self.preempt(victim, f"tenant {usurper.service.tenant!r} has less than its share")
-        self.outbox.flush_released()
-        return usurper
-
-    def _usurpation(self) -> tuple[Tracked, Tracked] | None:
-        if self.pool is None:
-            return None
-        return self.door.usurpation(self.running.values(), token_capacity(self.pool), self._now())
-
-    def _execute(self, plan: list[tuple[Tracked, int]]) -> None:
-        token_count = sum([count for _, count in plan])
-        self.outbox.counts["scheduled_tokens"] += token_count
-        self.outbox.counts["budget_tokens"] += self.limits.token_budget
-        self.doubts[EXECUTOR].asked(self._now(), token_count)
-        self.flights.send(plan)
-
-    def granted(self, granted: Granted) -> None:
-        """Blocks are there, or are not."""
-        if (asked := self.reservation.answered(granted)) is None:
-            return
-        self.doubts[CACHE].answered(self._now())
-        self.flights.copy(granted.copies)
-        for grant in granted.grants:
-            self._take(grant, asked[grant.request_id])
-        is_stale = self.door.deferred.news != self.reservation.news
-        for request_id in granted.deferred:
-            self._defer(request_id, is_stale=is_stale)
-        short = [r for i in granted.refused if (r := self.requests.get(i)) and r.incarnation == asked[i]]
-        if any(request.running for request in short):
-            self.preempt(self.waiting.victim(self.running.values()), "another one needed blocks to go on")
-            self.outbox.flush_released()
-            # Whoever was just evicted must not be let in again by the same round (rule 2).
-            self.plan(admit=False)
-            return
-        self.door.refused(short[0] if short and not is_stale else None)
-        if short and self._usurpation() is not None:
-            self.plan(admit=True)
-            return
-        if short and short[0].is_sheltered and not is_stale:
-            self.door.gave_way_in_vain(short[0])
-        # If all that were tried have been set aside, the next in line are tried before they lose their turn.
-        if short or not granted.deferred or self.reservation.courted - set(granted.deferred):
-            self._run_what_fits()
-        if short and not is_stale and not self.running and not self.flights:
-            # Nothing runs, so every block is free, and still it does not fit: it never will (rule 11).
-            self.end(short[0], FinishReason.FAILED, "the request does not fit the block pool")
-            self.door.refused(None)  # for the next one the pool may do
-
-    def _take(self, grant: Grant, incarnation: int) -> None:
-        """Blocks are there for a request, if it still is."""
-        request = self.requests.get(grant.request_id)
-        if request is None or request.incarnation != incarnation:
-            if grant.request_id in self.reservation.courted:
-                # It ended while it waited, so nobody has released what it is given now.
-                self.outbox.release(cache.Filled(grant.request_id, grant.cached_tokens, ()))
-                self.door.reopen(None)
-            return  # one that ended or lost its blocks while it ran was released behind our asking
-        if not request.running:
-            now = self._now()
-            self.waiting.leave(request)
-            self.running[request.request_id] = request
-            self.chronicle.note(request, "admitted", f"{grant.cached_tokens} tokens were cached", now)
-            self.chronicle.obstacle("", now)
-            request.admit(grant.cached_tokens, now)
-        request.extend(grant.block_ids, grant.token_capacity)
-
-    def _defer(self, request_id: RequestId, *, is_stale: bool) -> None:
-        """Set a request aside until what it shares with a running one is computed, if that is still to be done."""
-        if (request := self.requests.get(request_id)) is None or self.pool is None:
-            return
-        request.is_sheltered = False
-        if self.door.deferred.add(request, self.running.values(), self.pool.block_size, is_stale=is_stale):
-            why = "a running request is computing the prefix they share"
-            self.chronicle.note(request, "deferred", why, self._now())
-
-    def _run_what_fits(self) -> None:
-        plan = self.rounds.planned(self.running.values(), others_wait=False)
-        plan = [(request, count) for request, count in plan if request.scheduled + count <= request.capacity]
-        if plan and blame.may_fly(plan, self.flights):
-            self._execute(plan)
-
-    def see_that_something_moves(self) -> None:
-        """Rule 11: while anything is left to do, a step runs or blocks are asked for; else one request is given up."""
-        while self.is_serving and self.requests and self.reservation.asked is None and not self.flights:
-            stuck = next(iter(self.running.values()), None) or self.waiting.head(1)[0]
-            obstacle = self.door.obstacle(self.running.values(), self.rounds.token_budget, self._now())
-            why = obstacle or ("all wait for a prefix" if self.door.deferred else "no step can be planned")
-            reason = f"nothing moves, and {len(self.requests)} requests are live: {why}"
-            log.error("stalled", request_id=stuck.request_id, reason=reason, running=len(self.running))
-            self.end(stuck, FinishReason.FAILED, reason)
-            self.door.reopen(None)
-            self.outbox.announce()
-            self.plan(admit=True)
-
-    # Losing blocks, for a while or for good.
-
     def preempt(self, request: Tracked, why: str) -> None:
         """Back to the front of the queue, all tokens kept, all blocks freed (rules 34 to 37)."""
-        now = self._now()
+        now = self.now()
         self.chronicle.note(request, "preempted", why, now)
         self._give_back(request)
         request.evict(now)

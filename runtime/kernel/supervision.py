@@ -27,7 +27,8 @@ class Fate:
 
     Up to `restarts_max` restarts within any `window_seconds`; one more crash ends the system. The first restart waits
     `backoff_seconds`, each further one in the window twice as long as the one before, at most `backoff_max_seconds`;
-    of that wait, a random part of up to a half is left out.
+    of that wait, a random part of up to a half is left out. With `restarts_at_start` that holds as well for a process
+    that dies before its first word while the system starts; else the start fails.
     """
 
     restarts_max: int = 0
@@ -35,6 +36,7 @@ class Fate:
     strategy: Strategy = Strategy.ONE_FOR_ONE
     backoff_seconds: float = 0.05
     backoff_max_seconds: float = 5.0
+    restarts_at_start: bool = False
 
     def __post_init__(self) -> None:
         assert self.restarts_max >= 0, "restarts_max counts restarts"

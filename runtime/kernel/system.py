@@ -68,7 +68,8 @@ class System(Stage):
         """Build every actor, then run them.
 
         Raises:
-            ActorCrashed: a constructor raised, or the process of an actor did not come up; nothing is left running.
+            ActorCrashed: a constructor raised, or the process of an actor did not come up, unless its fate says that
+                this is a crash like any other; nothing is left running.
         """
         assert self._host is None, "a system is started once"
         self._deadlines = Deadlines(asyncio.get_running_loop(), LoopClock())
@@ -80,12 +81,21 @@ class System(Stage):
                 for seat in self._seats.values():
                     self._prepare(seat)
                 for seat in self._seats.values():
-                    await self._enter(seat)
+                    try:
+                        await self._enter(seat)
+                    except ActorCrashed as crash:
+                        if crash.message_type or self._closing.is_set() or not seat.part.fate.restarts_at_start:
+                            raise
+                        # What ended before its first word is over as soon as it is led, and its fate decides.
                 started = asyncio.Event()
                 self._host = asyncio.create_task(self._run(started), name="cuelight system")
                 await started.wait()
             except BaseException:  # to its opener it never started, so nobody else will stop it
                 self.is_dropping = True
+                for seat in self._seats.values():
+                    if isinstance(seat.life, Placed):  # nor wait for what its process may be at
+                        seat.life.hear_stopped()
+                        seat.life.end(drop=True)
                 await (self._clear() if self._host is None else self.stop())
                 raise
 
@@ -97,6 +107,8 @@ class System(Stage):
         done twice.
         """
         if self._host is None:
+            if self._seats:
+                self._closing.set()
             for seat in self._seats.values():  # where it is just being started, that comes to nothing
                 self.kill(seat.part.role, "the system was stopped")
             async with self._starting:

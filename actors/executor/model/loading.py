@@ -22,7 +22,6 @@ from cuelight.actors.executor.model.graphs import PlanningBackend, kept_bytes, s
 from cuelight.actors.executor.model.host import HostPool
 from cuelight.actors.executor.model.linear import pack, quantize
 from cuelight.actors.executor.model.passes import apply_passes, standard_passes
-from cuelight.actors.executor.model.phases import Phases
 from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.model.probing import Probe, spread, vocabulary_of
 from cuelight.actors.executor.model.reading import choose_device, choose_dtype, read_config, read_model
@@ -31,6 +30,7 @@ from cuelight.actors.executor.model.sizing import Budget, Memory, count_blocks, 
 from cuelight.actors.executor.model.sizing import measure as measure_memory
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.options import CannotLoad, LoadOptions
+from cuelight.actors.executor.phases import phases_of_start
 from cuelight.kernel import get_logger
 from cuelight.messages.request import HostTier
 
@@ -90,8 +90,8 @@ class _Loading:
 
     def __init__(self, options: LoadOptions, memory: Callable[[torch.device], Memory]) -> None:
         self._options = options
-        self._phases = Phases(options.now)
-        with self._phases("find"):
+        self._phases = phases_of_start(options.now)
+        with self._phases("read config"):
             self._device = choose_device(options.device)
             self._dtype = choose_dtype(options.dtype, self._device)
             self._config = read_config(options.folder)
@@ -103,23 +103,26 @@ class _Loading:
         """As `load` outside."""
         options, phases = self._options, self._phases
         register()
-        with phases("load"):
+        with phases("read weights"):
             model = read_model(options.folder, self._config, self._dtype, self._device, self._memory)
         backend = choose(options.attention, self._needs, options.code_folder)
         # Where the pool takes what a step leaves over, there is at first one for the null block alone.
-        pool = self._pool(backend, 1 if self._is_measured else count_blocks(options, self._block_bytes, None))
+        with phases("KV pool"):
+            pool = self._pool(backend, 1 if self._is_measured else count_blocks(options, self._block_bytes, None))
         loaded = LoadedModel(model, pool, None, HostTier(), self._dtype, self._device, options.eos_token_ids, backend)
-        _try(loaded)
-        with phases("passes"):
+        with phases("warm up"):
+            _try(loaded)
+        with phases("pack weights"):
             passes = self._make_fast(model)
         with phases("compile"):
             is_compiled = self._wants_compiling and compile_layers(model, partial(_warm, loaded), options.code_folder)
         budget = None
         if self._is_measured:
-            with phases("profile"):
+            with phases("measure memory"):
                 budget = self._budget(loaded)
-            loaded = replace(loaded, pool=self._pool(backend, count_blocks(options, self._block_bytes, budget)))
-        with phases("host"):
+            with phases("KV pool"):
+                loaded = replace(loaded, pool=self._pool(backend, count_blocks(options, self._block_bytes, budget)))
+        with phases("host memory"):
             loaded = self._with_host(loaded)
         log.info(
             "model_loaded",

@@ -17,6 +17,7 @@ from cuelight.actors.executor.native.runner import NativeRunner
 from cuelight.actors.executor.native.sampler import Sampler
 from cuelight.actors.executor.native.weights import BadWeights, read_weights
 from cuelight.actors.executor.options import CannotLoad, LoadOptions
+from cuelight.actors.executor.phases import phases_of_start
 from cuelight.kernel import get_logger
 from cuelight.messages.request import BlockCopies, Copying, HostTier
 
@@ -36,26 +37,26 @@ class Unsuitable(Exception):
 
 def load(options: LoadOptions) -> NativeRunner:
     """Raises Unsuitable; CannotLoad where no other path could do better."""
-    began = options.now()
+    phases = phases_of_start(options.now)
     try:
         architecture = read_architecture(options.folder)
-        kernels = load_native(options.code_folder)
-        compiled = options.now()
-        weights = NativeWeights.pack(kernels, architecture, read_weights(options.folder), _kind(options))
+        with phases("compile"):
+            kernels = load_native(options.code_folder)
+        with phases("read and pack weights"):
+            weights = NativeWeights.pack(kernels, architecture, read_weights(options.folder), _kind(options))
     except (NotNative, NoNativeCode, BadWeights) as reason:  # transformers reads more formats
         raise Unsuitable(str(reason)) from reason
-    packed = options.now()
-    pools = _pools(options, architecture)
+    with phases("KV pool"):
+        pools = _pools(options, architecture)
     decoder = NativeDecoder(kernels, weights, pools.structures(), options.token_budget)
-    host = _host(options, pools, decoder)
+    with phases("warm up"):
+        host = _host(options, pools, decoder)
     log.info(
         "native_decoder",
         weights=weights.kind.name,
         blocks=pools.block_count,
         host_blocks=host.block_count,
-        compile_seconds=round(compiled - began, 3),
-        pack_seconds=round(packed - compiled, 3),
-        warm_seconds=round(options.now() - packed, 3),
+        **phases.facts(),
     )
     return NativeRunner(decoder, pools, Sampler(kernels, options.eos_token_ids), host)
 

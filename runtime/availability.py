@@ -1,0 +1,97 @@
+"""Whether an engine may be asked for anything now, and if not, why."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from cuelight import errors
+from cuelight.drain import Drain
+from cuelight.kernel import ActorCrashed
+
+
+class Availability:
+    """From the moment an engine is made until long after it has ended. Exceptions are made anew for everyone: one that
+    is raised again gathers the tracebacks of all who met it.
+    """
+
+    def __init__(self) -> None:
+        self._unavailable: Callable[[], errors.EngineUnavailable] | None = not_started
+        self._thread_id = 0
+        self.drain: Drain | None = None
+        """The drain that is under way."""
+
+    def begin(self) -> None:
+        """It is being started, on this thread. Raises EngineClosed where it was before."""
+        if self._thread_id or self._unavailable is not not_started:
+            raise errors.EngineClosed("an engine is started once; make another")
+        self._thread_id = threading.get_ident()
+
+    def open(self) -> None:
+        """It has started."""
+        self._unavailable = None
+
+    def end(self, reason: Callable[[], errors.EngineUnavailable]) -> None:
+        """It serves nobody any more."""
+        self._unavailable = reason
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it serves."""
+        return self._unavailable is None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether somebody has stopped it."""
+        return self._unavailable is closed
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether this is the thread whose event loop runs the engine."""
+        return threading.get_ident() == self._thread_id
+
+    def check_starting(self) -> None:
+        """Raises EngineUnavailable once another task has stopped what is being started."""
+        if self._unavailable is not None and self._unavailable is not not_started:
+            raise self._unavailable()
+
+    def check_open(self) -> None:
+        """Raises EngineUnavailable."""
+        if self._unavailable is not None:
+            raise self._unavailable()
+
+    def check(self) -> None:
+        """Whether it serves whoever asks here. Raises EngineUnavailable."""
+        self.check_open()
+        if not self.is_own_thread:
+            raise errors.EngineUnavailable(
+                "requests are sent from the thread whose event loop runs the engine; from others, "
+                "use asyncio.run_coroutine_threadsafe(engine.generate(...), loop)"
+            )
+
+    def check_takes_new(self) -> None:
+        """Raises EngineUnavailable and EngineDraining."""
+        self.check_open()
+        self.check_not_draining()
+
+    def check_not_draining(self) -> None:
+        """Raises EngineDraining."""
+        if self.drain is not None:
+            raise errors.EngineDraining("the engine finishes what it has begun, and takes nothing new")
+
+
+def not_started() -> errors.EngineUnavailable:
+    """Before the start."""
+    return errors.NotStarted("start the engine first: `async with Engine(...)`")
+
+
+def closed() -> errors.EngineUnavailable:
+    """After the stop."""
+    return errors.EngineClosed("the engine is closed")
+
+
+def broken(crash: ActorCrashed) -> errors.EngineUnavailable:
+    """After a crash that nothing provides for."""
+    error = errors.EngineBroken(str(crash))
+    error.__cause__ = crash
+    return error

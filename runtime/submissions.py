@@ -1,0 +1,229 @@
+"""What clients ask for: reads and numbers their requests, sends them to intake, and knows which have not ended."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TypeAlias
+
+import msgspec
+
+from cuelight import errors
+from cuelight.actors.intake.departures import DepartureRate
+from cuelight.actors.intake.prompts import parse_prompt
+from cuelight.actors.intake.refusal import Refused, UnknownOption
+from cuelight.actors.intake.service import SERVICE_OPTIONS, parse_service
+from cuelight.actors.intake.validation import parse_sampling
+from cuelight.availability import Availability
+from cuelight.client import REFUSALS, Inbox, Result, Stream, open_stream
+from cuelight.config import EngineConfig, RequestOptions
+from cuelight.kernel import ActorCrashed, get_logger
+from cuelight.messages.address import Address
+from cuelight.messages.intake import Cancel, IntakeMessage, Submit
+from cuelight.messages.request import Prompt, RequestId, Sampling, Service
+from cuelight.messages.scheduler import Condemn
+from cuelight.open_requests import OpenRequests, Suspicion
+from cuelight.past import Carried, Past
+from cuelight.progress import counting_bar
+from cuelight.resume import Unclaimed, submission
+
+log = get_logger("cuelight.engine")
+
+Asked: TypeAlias = tuple[Prompt, Sampling, Service]
+
+
+class Submissions:
+    """The client library's side of every request of one engine."""
+
+    def __init__(self, config: EngineConfig, open_requests: OpenRequests, availability: Availability) -> None:
+        self._config = config
+        self._open = open_requests
+        self._availability = availability
+        self._next_id = 1
+        self._batches = 0
+        self._leaving = DepartureRate()
+        self._suspicion = Suspicion()
+        self._unclaimed = Unclaimed(self._cancel)
+        self._grace: asyncio.TimerHandle | None = None
+        seed = config.seed
+        self._chance = random.Random() if seed is None else random.Random(f"requests {seed}")
+
+    def begin(self, intake: Address[IntakeMessage], before_read: Callable[[], object]) -> None:
+        """They go there from now on. `before_read` is called before a client is given anything."""
+        self._loop = asyncio.get_running_loop()
+        self._intake = intake
+        self._before_read = before_read
+
+    def end(self, reason: Callable[[], errors.EngineError]) -> None:
+        """Nobody serves any more: each that has not ended fails, with an exception of its own."""
+        if self._grace is not None:
+            self._grace.cancel()
+        self._open.fail(reason)
+
+    def read(self, prompt: object, options: RequestOptions) -> Asked:
+        """What a client asks for. Raises RequestRejected, EngineUnavailable and EngineDraining."""
+        self._availability.check_takes_new()
+        service = {name: value for name, value in options.items() if name in SERVICE_OPTIONS}
+        sampling = {name: value for name, value in options.items() if name not in SERVICE_OPTIONS}
+        try:
+            return parse_prompt(prompt), parse_sampling(sampling), parse_service(service)
+        except UnknownOption as unknown:
+            raise errors.UnknownField(f"{unknown}, {', '.join(SERVICE_OPTIONS)}") from None
+        except Refused as refused:
+            raise REFUSALS[refused.refusal](refused.reason) from None
+
+    def check_new(self, count: int) -> None:
+        """Whether so many more can be taken, before any work is done for them: a flood is refused at a small cost."""
+        self._availability.check_takes_new()
+        self._check_open(count)
+
+    def _check_open(self, count: int) -> None:
+        """Intake counts the same and would say the same; here not even a message is spent."""
+        live, limit = len(self._open), self._config.queue_limit
+        if (excess := live + count - limit) > 0:
+            reason = f"{live} requests are live, and the queue limit is {limit}"
+            raise errors.QueueFull(reason, self._leaving.seconds_for(excess))
+
+    def submit(self, asked: Asked, like: RequestId | None = None) -> Stream:
+        """Send a request, which may have the prompt of the one `like`. Raises QueueFull and EngineUnavailable."""
+        self._availability.check()
+        self._check_open(1)
+        prompt, sampling, service = asked
+        if sampling.seed is None:  # drawn here, so that it stays the same request when it is sent again
+            sampling = msgspec.structs.replace(sampling, seed=self._chance.getrandbits(64))
+        inbox = self._new_inbox(RequestId(self._next_id))
+        self._next_id += 1
+        stream = open_stream(inbox, self._cancel, self._cancel_later)
+        submit = Submit(inbox.request_id, prompt, sampling, inbox, service, like)
+        self._open.add(inbox, submit)
+        self._intake.tell(submit)
+        return stream
+
+    def samples(self, asked: Asked, count: int) -> list[Stream]:
+        """Send one prompt so many times. With a seed, each that follows has the next one. Raises as `submit`."""
+        prompt, sampling, service = asked
+        first = self.submit(asked)
+        return [first] + [
+            self.submit((prompt, _reseeded(sampling, number), service), like=first.request_id)
+            for number in range(1, count)
+        ]
+
+    async def serve_all(self, asked: Sequence[Asked], *, progress: bool) -> list[Result]:
+        """Send them, only as many at once as keep the batch full, and gather their results in order."""
+        results: dict[int, Result] = {}
+        todo = iter(enumerate(asked))
+
+        async def serve() -> None:
+            for index, each in todo:
+                results[index] = await self.submit(each).result()
+                bar.update()
+
+        servers = max(1, min(2 * self._config.running_max, self._config.queue_limit // 2, len(asked)))
+        with self._batch(), counting_bar(len(asked), "request", shown=progress) as bar:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(servers):
+                        group.create_task(serve())
+            except BaseExceptionGroup as failures:
+                raise failures.exceptions[0] from None
+        return [results[index] for index in range(len(asked))]
+
+    @contextmanager
+    def _batch(self) -> Iterator[None]:
+        """Meanwhile more requests will come of what was there before a drain."""
+        self._batches += 1
+        try:
+            yield
+        finally:
+            self._batches -= 1
+            self._look_who_is_left()
+
+    @property
+    def are_over(self) -> bool:
+        """Whether nobody is owed anything."""
+        return not self._open and not self._batches
+
+    @property
+    def left(self) -> int:
+        """How many requests have no end yet."""
+        return sum([not inbox.over for inbox in self._open.values()])
+
+    def _look_who_is_left(self) -> None:
+        if self._availability.drain is not None:
+            self._availability.drain.look()
+
+    def _new_inbox(self, request_id: RequestId) -> Inbox:
+        return Inbox(request_id, self._loop.time, self._forget, self._before_read)
+
+    def _forget(self, inbox: Inbox) -> None:
+        self._open.remove(inbox)
+        if inbox.end is not None:
+            self._leaving.note(1, self._loop.time())
+        self._look_who_is_left()
+
+    def _cancel(self, request_id: RequestId) -> None:
+        if self._availability.is_own_thread:
+            self._intake.tell(Cancel(request_id))
+        else:
+            self._cancel_later(request_id)
+
+    def _cancel_later(self, request_id: RequestId) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and the request with it
+            self._loop.call_soon_threadsafe(self._intake.tell, Cancel(request_id))
+
+    def unfinished(self) -> tuple[int, tuple[Carried, ...]]:
+        """The next request's id, and what another process would have to go on with."""
+        now = asyncio.get_running_loop().time()
+        return self._next_id, self._open.unfinished(now, self._config.resume_seconds)
+
+    def go_on(self, past: Past) -> None:
+        """What an earlier process had not finished goes on, for whoever picks it up."""
+        self._next_id = past.next_id
+        for carried in past.requests:
+            inbox = self._new_inbox(carried.request_id)
+            inbox.submitted_at -= carried.seconds_ago
+            inbox.is_accepted = True
+            submit = submission(carried, inbox)
+            self._open.add(inbox, submit)
+            self._unclaimed.add(inbox, carried)
+            self._intake.tell(submit)
+        self._grace = self._loop.call_later(self._config.resume_seconds, self._unclaimed.give_up)
+        log.info("resumed", requests=len(past.requests), next_id=past.next_id)
+
+    def resume(self, request_id: RequestId, position: int, tenant: str) -> Stream:
+        """Pick one of them up. Raises as `Unclaimed.take`."""
+        inbox = self._unclaimed.take(request_id, position, tenant)
+        return open_stream(inbox, self._cancel, self._cancel_later, position)
+
+    @property
+    def unclaimed(self) -> tuple[RequestId, ...]:
+        """Those that nobody has picked up yet."""
+        return self._unclaimed.request_ids
+
+    def repeat_soon(self) -> None:
+        """Intake is new. It is told all once more, though not in the middle of what it is doing."""
+        self._loop.call_soon(self._repeat)
+
+    def _repeat(self) -> None:
+        if self._availability.is_open:
+            self._open.repeat(self._intake)
+
+    def hear_of_crash(self, crash: ActorCrashed) -> None:
+        """An actor has crashed: a request over which it did so twice in a row is failed, and not sent again."""
+        culprit = self._suspicion.at_fault(crash)
+        if culprit is None or not self._availability.is_open:
+            return
+        reason = f"the request brought the {crash.actor} down twice: {crash.__cause__!r}"
+        log.error("request_at_fault", request_id=culprit, actor=crash.actor, exc_info=crash.__cause__)
+        if (inbox := self._open.get(culprit)) is not None:
+            inbox.fail(errors.RequestFailed(reason))
+        self._intake.tell(Condemn(culprit, reason))
+
+
+def _reseeded(sampling: Sampling, number: int) -> Sampling:
+    """For the sample of this number; without a seed each draws its own."""
+    if sampling.seed is None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + number) % 2**64)

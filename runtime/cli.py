@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from cuelight.drain import check_timeout
 from cuelight.errors import EmptyPrompt, EngineError
@@ -18,6 +19,7 @@ MODEL_HELP = f"{DEFAULT_MODEL}, a Hugging Face folder, a .gguf file, or a hub id
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
+    _open_missing()
     arguments = _parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character gets a question mark, not a traceback.
@@ -32,8 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        return _reader_left()
+        return _output_lost(141)
+    except OSError as error:  # a full disk behind standard output
+        print(f"cuelight: {error}", file=sys.stderr)
+        return _output_lost(1)
     return status
+
+
+def _open_missing() -> None:
+    """Give standard files that are closed to the null device: else what is opened next gets their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - never closed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -132,18 +144,18 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 def _question(prompt: str | None) -> str | None:
     """The one question to answer, or None where someone is at the keyboard."""
-    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+    if prompt is None and sys.stdin.isatty():
         return None
     if prompt is None:
         # Read as bytes: what is piped in may not be text in this locale's encoding.
-        prompt = sys.stdin.buffer.read().decode("utf-8", "replace") if sys.stdin is not None else ""
+        prompt = sys.stdin.buffer.read().decode("utf-8", "replace")
     if not prompt.strip():
         raise EmptyPrompt("there is no question: give one as PROMPT, or on standard input")
     return prompt
 
 
-def _reader_left() -> int:
-    """Whoever read our output has closed it, like `head -1`: end without a word, as other programs do."""
+def _output_lost(status: int) -> int:
+    """Nothing more can be written, perhaps since whoever read it has closed it, like `head -1`: end without a word."""
     # The interpreter flushes stdout once more on exit; let that go nowhere.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 141
+    return status

@@ -293,19 +293,27 @@ def read_facts(folder: Path) -> ModelFacts:
     generation = folder / "generation_config.json"
     eos = (json_object(generation) if generation.exists() else {}).get("eos_token_id", config.get("eos_token_id"))
     eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    vocab_size = _whole(config.get("vocab_size"), folder, "vocab_size")
-    ends = tuple(_whole(token_id, folder, "eos_token_id") for token_id in eos_ids)
+    vocab_size = _whole(config, folder, "vocab_size", at_least=1)
+    ends = tuple(_whole({"eos_token_id": token_id}, folder, "eos_token_id", at_least=0) for token_id in eos_ids)
     for token_id in ends:
-        if not 0 <= token_id < vocab_size:
+        if token_id >= vocab_size:
             raise ModelUnavailable(f"{folder} is not of one model: its end token is {token_id}, of {vocab_size} tokens")
     return ModelFacts(
         vocab_size=vocab_size,
-        context_length=_whole(config.get("max_position_embeddings"), folder, "max_position_embeddings"),
+        context_length=_whole(config, folder, _name_of_context_length(config), at_least=2),
         eos_token_ids=ends,
     )
 
 
-def _whole(value: object, folder: Path, name: str) -> int:
-    if not isinstance(value, int):
+def _name_of_context_length(config: Mapping[str, object]) -> str:
+    """What this model's configuration calls it."""
+    return "n_positions" if "n_positions" in config else "max_position_embeddings"
+
+
+def _whole(config: Mapping[str, object], folder: Path, name: str, *, at_least: int) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
         raise ModelUnavailable(f"{folder} does not say its {name}: this model cannot be served")
+    if value < at_least:
+        raise ModelUnavailable(f"{folder} cannot be served: its {name} is {value}, and must be at least {at_least}")
     return value

@@ -40,7 +40,7 @@ def json_object(path: Path) -> dict[str, object]:
     """What a JSON file holds. Raises ModelUnavailable if that is not an object, or cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelUnavailable(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelUnavailable(f"{path} does not hold a JSON object")
@@ -53,6 +53,8 @@ def _check_shards(folder: Path) -> None:
         return
     shards = json_object(index).get("weight_map")
     names = sorted({str(shard) for shard in shards.values()}) if isinstance(shards, dict) else []
+    if not names and not (folder / "model.safetensors").is_file():
+        raise ModelUnavailable(f"{index} names no weights.")
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise ModelUnavailable(f"the model folder {folder} lacks {', '.join(absent)}, which {index.name} names.")
@@ -69,7 +71,7 @@ def _check_safetensors(file: Path) -> None:
         expected = 8 + header_bytes + max(ends, default=0)
     except OSError as error:
         raise ModelUnavailable(f"{file} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ModelUnavailable(f"{file} is not a safetensors file, or is cut short. Copy it again.") from error
     if size != expected:
         raise ModelUnavailable(f"{file} is damaged: it has {size} bytes instead of {expected}. Copy it again.")

@@ -292,6 +292,30 @@ def test_reader_that_leaves_early_is_no_error() -> None:
     assert result.returncode == 141
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_output_that_finds_no_room_is_an_error_of_one_line() -> None:
+    script = f"{REPEATING}\nsys.exit(cli.main(['chat', 'hello']))"
+    with Path("/dev/full").open("wb") as full:
+        result = subprocess.run(
+            [sys.executable, "-c", script],
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+            text=True,
+        )
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert result.stderr.startswith("cuelight: ")
+
+
+def test_closed_standard_files_are_no_error() -> None:
+    # uvloop aborts where it is given one of their numbers for a file of its own.
+    script = f"{REPEATING}\nsys.exit(cli.main(['chat', 'hello']))"
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, script]
+    result = subprocess.run(command, stderr=subprocess.PIPE, check=False)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
 def read_until(terminal: int, expected: bytes) -> bytes:
     """What the program shows until `expected` has come."""
     seen = b""

@@ -177,6 +177,23 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         lambda: transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=48, n_layer=2, n_head=6),
         "0 of BloomForCausalLM's 2 layers",
     ),
+    "no room for another attention": (
+        lambda: transformers.GPTNeoConfig(
+            vocab_size=VOCABULARY, hidden_size=48, num_layers=2, num_heads=6, attention_types=[[["global"], 2]]
+        ),
+        "transformers' gpt_neo lets nobody else compute its attention",
+    ),
+    "positions that it counts itself": (
+        lambda: transformers.BartConfig(
+            vocab_size=VOCABULARY,
+            d_model=48,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=6,
+            decoder_attention_heads=6,
+        ),
+        "BartForCausalLM cannot be told its tokens' positions",
+    ),
     "both ways": (
         lambda: transformers.BertConfig(
             vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=64
@@ -237,7 +254,10 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "trust_remote_code",
     ),
-    "other shapes": (lambda folder: edit_config(folder, intermediate_size=32), "cannot load"),
+    "other shapes": (
+        lambda folder: edit_config(folder, intermediate_size=32),
+        r"down_proj\.weight has shape \[48, 64\] and should have \[48, 32\]",
+    ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot load"),
     "broken weights": (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 99), "cannot load"),
     "a tensor too few": (

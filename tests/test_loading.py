@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,8 +31,8 @@ from cuelight.actors.executor.model.loading import load
 from cuelight.actors.executor.model.probing import Probe, spread
 from cuelight.actors.executor.native import build
 from cuelight.actors.executor.options import CannotLoad
-from cuelight.actors.executor.runner import ModelRunner
-from cuelight.config import read_facts
+from cuelight.actors.executor.runner import ModelRunner, load_runner
+from cuelight.config import ModelFacts, read_facts
 from cuelight.errors import ModelUnavailable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -190,5 +191,42 @@ def test_weights_are_counted_as_what_they_become(tmp_path: Path) -> None:
 def test_an_end_token_that_the_model_does_not_have_is_refused(end: object, tmp_path: Path) -> None:
     save(transformers.LlamaConfig(**GROUPED), tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
-    with pytest.raises(ModelUnavailable, match=r"is not of one model: its end token is -?[0-9]+, of 100 tokens"):
+    with pytest.raises(ModelUnavailable, match=r"its end token is [0-9]+, of 100 tokens|its eos_token_id is -1"):
         read_facts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("vocab_size", 0, "is 0, and must be at least 1"),
+        ("vocab_size", True, "does not say its vocab_size"),
+        ("max_position_embeddings", -1, "is -1, and must be at least 2"),
+        ("max_position_embeddings", None, "does not say its max_position_embeddings"),
+    ],
+)
+def test_facts_that_no_model_has_are_refused(name: str, value: object, why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, name: value}))
+    with pytest.raises(ModelUnavailable, match=why):
+        read_facts(tmp_path)
+
+
+def test_the_context_of_gpt2_is_found_by_its_own_name(tmp_path: Path) -> None:
+    transformers.GPT2Config(vocab_size=100, n_positions=77, eos_token_id=1).save_pretrained(tmp_path)
+    assert read_facts(tmp_path) == ModelFacts(vocab_size=100, context_length=77, eos_token_ids=(1,))
+
+
+def test_a_model_without_layers_is_refused(tmp_path: Path) -> None:
+    transformers.GPTNeoXConfig(**SHAPE).save_pretrained(tmp_path)
+    edit_config(tmp_path, num_hidden_layers=0)
+    with pytest.raises(CannotLoad, match="num_hidden_layers is 0"):
+        reading.read_config(tmp_path)
+
+
+def test_a_failed_start_leaves_no_thread(tmp_path: Path) -> None:
+    before = threading.enumerate()
+    with pytest.raises(CannotLoad) as kept:  # with its traceback, and all that hangs on it
+        load_runner(options(tmp_path))
+    assert "cannot load" in str(kept.value)
+    for thread in threading.enumerate():
+        if thread not in before:
+            thread.join()

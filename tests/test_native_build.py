@@ -84,6 +84,12 @@ def test_a_compiler_that_is_not_there(sources: Path, tmp_path: Path, monkeypatch
     (tmp_path / "g++").chmod(0o755)
     with pytest.raises(NoNativeCode, match=r"failed with status 3:\n.*is broken"):
         load_native(tmp_path)
+    (tmp_path / "g++").write_text("#!/bin/sh\n")
+    with pytest.raises(NoNativeCode, match=r"g\+\+ compiles nothing"):
+        load_native(tmp_path)
+    monkeypatch.setenv("CXX", "'g++")
+    with pytest.raises(NoNativeCode, match=r"\$CXX is no command"):
+        load_native(tmp_path)
 
 
 def test_cxx_may_have_options(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +115,7 @@ def test_a_damaged_library_is_compiled_again(sources: Path, tmp_path: Path, monk
     name = build.native_name(build.find_compiler())
     (tmp_path / name).write_bytes(b"\x7fELF, but no more")
     assert load_native(tmp_path).cue_answer() == 42
+    assert (tmp_path / name).exists()
     assert again(monkeypatch, tmp_path).cue_answer() == 42
     assert (tmp_path / name).stat().st_size > 100
 

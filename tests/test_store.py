@@ -333,6 +333,23 @@ def test_folder_with_damaged_files_is_refused(tmp_path: Path) -> None:
     assert "cannot be read as JSON" in refusal(folder)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors"])
+def test_json_that_is_nested_beyond_reading_is_refused(name: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    deep = b"[" * 100_000
+    (folder / name).write_bytes(len(deep).to_bytes(8, "little") + deep if name == "model.safetensors" else deep)
+    assert str(folder / name) in refusal(folder)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["a"]}])
+def test_index_that_names_no_weights_is_refused_where_it_counts(index: object, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert store.model_path(folder) == folder
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    assert "names no weights" in refusal(folder)
+
+
 def test_folder_without_a_shard_that_its_index_names_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}

@@ -322,7 +322,11 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     # On the CPU the thread that loads is the one that computes: each that ever does gets a team of threads, and these
     # would be in each other's way.
     stream = ThreadStream("cuelight compute")
-    loaded = stream.call(partial(copy_context().run, load, options))  # so that its phases are told
+    try:
+        loaded = stream.call(partial(copy_context().run, load, options))  # so that its phases are told
+    except BaseException:
+        stream.close()
+        raise
     if loaded.device.type != "cuda":
         return ModelRunner(loaded, _streams(loaded.device, stream))
     stream.close()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 
 import numpy as np
 import torch
@@ -256,6 +257,8 @@ def _try(loaded: LoadedModel) -> None:
     if attention.layers_attended != len(loaded.pool.keys):
         name = type(loaded.model).__name__
         raise CannotLoad(f"only {attention.layers_attended} of {name}'s {len(loaded.pool.keys)} layers can be served")
+    if "position_ids" not in signature(loaded.model.forward).parameters:  # it would take each token for the first
+        raise CannotLoad(f"{type(loaded.model).__name__} cannot be told its tokens' positions")
     _clear_null_block(loaded.pool)
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import TypedDict, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -23,6 +23,13 @@ from cuelight.actors.executor.options import CannotLoad
 SERVED_LAYERS = ("full_attention", "sliding_attention")
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types that weights are converted from; all others are kept as they are, or are not weights."""
+
+
+class _Report(TypedDict):
+    """What transformers says of the weights that it has not read."""
+
+    missing_keys: set[str]
+    mismatched_keys: set[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 
 def choose_device(name: str) -> torch.device:
@@ -59,11 +66,13 @@ def read_config(folder: Path) -> PreTrainedConfig:
     """Raises CannotLoad, also for what would run, and silently compute something else than the model."""
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        text = config.get_text_config()
     except Exception as error:  # transformers raises many kinds for a folder it cannot load
         raise CannotLoad(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
-    text = config.get_text_config()
     if getattr(text, "num_attention_heads", None) is None:
         raise CannotLoad(f"{text.model_type} is no transformer with attention in each layer")
+    if text.num_hidden_layers < 1:
+        raise CannotLoad(f"{folder} cannot be served: its num_hidden_layers is {text.num_hidden_layers}")
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in SERVED_LAYERS:
             raise CannotLoad(f"this model has layers of {kind}, which is not supported yet")
@@ -90,12 +99,19 @@ def read_model(
                 attn_implementation=ATTENTION_NAME,
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # what transformers says of them otherwise is in its log alone
             )
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+            raise CannotLoad(f"transformers' {config.model_type} lets nobody else compute its attention") from error
         raise CannotLoad(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
-    model, report = cast(tuple[PreTrainedModel, dict[str, set[str]]], read)
-    if missing := report["missing_keys"]:  # transformers would go on with random numbers in their place
+    model, report = cast(tuple[PreTrainedModel, _Report], read)
+    # transformers would go on with random numbers in the place of either.
+    if missing := report["missing_keys"]:
         raise CannotLoad(f"{folder} lacks weights: {', '.join(sorted(missing))}")
+    if mismatched := report["mismatched_keys"]:
+        name, found, wanted = min(mismatched)
+        raise CannotLoad(f"{folder}: {name} has shape {[*found]} and should have {[*wanted]}")
     try:
         torch.nn.Module.to(model, device)
     except torch.OutOfMemoryError as error:

@@ -61,11 +61,16 @@ def _library(folder: Path | None) -> ctypes.CDLL:
     if folder is not None:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            if not _touched(folder / name):
-                with tempfile.TemporaryDirectory(prefix=f"{name}.", suffix=".partial", dir=folder) as scratch:
-                    # The name comes into being complete, whoever else is compiling it at the same time.
-                    compile_into(Path(scratch), compiler).replace(folder / name)
-                _remove_old(folder, folder / name)
+            if _touched(folder / name):
+                with contextlib.suppress(OSError):  # damaged, and compiled again
+                    return _load(folder / name)
+            with tempfile.TemporaryDirectory(prefix=f"{name}.", suffix=".partial", dir=folder) as scratch:
+                # The name comes into being complete, whoever else is compiling it, and if the power fails now.
+                made = compile_into(Path(scratch), compiler)
+                with made.open("r+b") as file:
+                    os.fsync(file.fileno())
+                made.replace(folder / name)
+            _remove_old(folder, folder / name)
             return _load(folder / name)
     try:
         with tempfile.TemporaryDirectory(prefix="cuelight-") as scratch:
@@ -113,7 +118,10 @@ def _load(path: Path) -> ctypes.CDLL:
 
 def find_compiler() -> list[str]:
     """The compiler's command: `$CXX`, else the first that is installed of `COMPILERS`. Raises `NoNativeCode`."""
-    asked = shlex.split(os.environ.get("CXX", ""))
+    try:
+        asked = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise NoNativeCode(f"$CXX is no command: {error}") from error
     candidates = [asked] if asked else [[name] for name in COMPILERS]
     for command in candidates:
         if path := shutil.which(command[0]):
@@ -144,6 +152,8 @@ def compile_into(scratch: Path, compiler: list[str]) -> Path:
         objects = list(workers.map(one, sorted(SOURCES.glob("*.cpp"))))
     linked = scratch / "native.so"
     _run([*compiler, "-shared", "-pthread", *objects, "-o", str(linked)])
+    if not linked.is_file():
+        raise NoNativeCode(f"{compiler[0]} compiles nothing")
     return linked
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.metadata
 import io
 import os
@@ -15,6 +16,9 @@ from cuelight.errors import EmptyPrompt, EngineError
 from cuelight.store import DEFAULT_MODEL, model_path, pull
 
 MODEL_HELP = f"{DEFAULT_MODEL}, a Hugging Face folder, a .gguf file, or a hub id org/name (default: %(default)s)"
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,8 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return _output_lost(141)
-    except OSError as error:  # a full disk behind standard output
-        print(f"cuelight: {error}", file=sys.stderr)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        print(f"cuelight: the output cannot be written: {error.strerror}", file=sys.stderr)
         return _output_lost(1)
     return status
 
@@ -155,7 +161,7 @@ def _question(prompt: str | None) -> str | None:
 
 
 def _output_lost(status: int) -> int:
-    """Nothing more can be written, perhaps since whoever read it has closed it, like `head -1`: end without a word."""
+    """Whoever read it has closed it, like `head -1`, or there is no room for it."""
     # The interpreter flushes stdout once more on exit; let that go nowhere.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status

@@ -162,7 +162,11 @@ def _replacing(path: Path, origin: Origin, clock: float, next_id: int, carried: 
     beside = path.with_name(f"{path.name}.new")
     try:
         beside.unlink(missing_ok=True)  # of a process that was killed just here
-        journal = Journal(beside, about=_header(origin, clock, next_id, carried))
+        try:
+            journal = Journal(beside, about=_header(origin, clock, next_id, carried))
+        except JournalError:
+            beside.unlink(missing_ok=True)
+            raise
         try:
             beside.replace(path)
         except OSError:

@@ -101,6 +101,11 @@ class Models:
         """The first one is there. `taken_over` is told of each one that takes over, within a handler."""
         self._stage, self._origin, self._taken_over = stage, origin, taken_over
 
+    @property
+    def serving(self) -> str | None:
+        """The executor's name, which is another one after each change; None before the first one is there."""
+        return None if self._stage is None else self._stage.lead.executor.name
+
     async def change(self, model: object, recompute: bool, check_available: Callable[[], None]) -> None:
         """Find and load another one, and wait until it has taken over. `check_available` raises where nobody serves.
 

@@ -44,6 +44,8 @@ CONTEXT_LENGTH: Final = 4096
 BLOCK_COUNT_DEFAULT: Final = 1024
 ROLES: Final = ("system", "user", "assistant")
 
+ACTORS: Final = ("intake", "scheduler", "cache", "executor", "detokenizer")
+
 
 def stub_engine(
     *,
@@ -79,7 +81,11 @@ def crash(engine: Engine, actor: str) -> None:
     """
     if engine.system is None:
         raise NotStarted("start the engine first: there is nobody to crash")
-    engine.system.kill(Role(actor, object, capacity=1), "a test wants it")
+    if actor not in ACTORS and actor not in engine.system.statistics():
+        raise KeyError(f"no actor {actor!r} is in an engine; there are {', '.join(ACTORS)}")
+    serving = engine._lifecycle.models.serving
+    name = serving if actor == "executor" and serving else actor
+    engine.system.kill(Role(name, object, capacity=1), "a test wants it")
 
 
 def encode(prompt: Prompt) -> tuple[int, ...]:

@@ -46,7 +46,8 @@ check: setup
 	@$(BIN)/mypy tests/typing examples/*.py
 
 stress: setup
-	@CUELIGHT_HISTORIES=10000 CUELIGHT_KILLS=200 $(BIN)/pytest tests/test_kernel_simulation.py tests/test_kernel_placement.py $(ARGS)
+	@CUELIGHT_HISTORIES=10000 CUELIGHT_KILLS=200 $(BIN)/pytest tests/test_kernel_simulation.py tests/test_kernel_placement.py \
+		tests/test_scheduler_properties.py tests/test_cache_properties.py $(ARGS)
 
 setup: $(LINKED)
 

@@ -5,13 +5,10 @@ library's logging, which is silent below WARNING until the host asks for more.
 """
 
 import logging
+import sys
 import traceback
 from contextlib import suppress
 from typing import cast
-
-import structlog
-
-_text = structlog.processors.KeyValueRenderer()
 
 
 class Logger:
@@ -21,8 +18,8 @@ class Logger:
     """
 
     def __init__(self, name: str) -> None:
+        self._name = name
         self._standard = logging.getLogger(name)
-        self._structured = structlog.get_logger(name)
 
     def debug(self, event: str, **facts: object) -> None:
         """For every step."""
@@ -43,11 +40,16 @@ class Logger:
     def _log(self, method: str, level: int, event: str, facts: dict[str, object]) -> None:
         """Never raises: an actor does not crash because the host's filter, renderer or log file fails."""
         try:
-            if structlog.is_configured():
-                getattr(self._structured, method)(event, **facts)
-            elif self._standard.isEnabledFor(level):
+            if "structlog" in sys.modules:  # else nobody has configured it, and importing it is slow
+                import structlog
+
+                if structlog.is_configured():
+                    getattr(structlog.get_logger(self._name), method)(event, **facts)
+                    return
+            if self._standard.isEnabledFor(level):
                 error = cast(BaseException | None, facts.pop("exc_info", None))
-                self._standard.log(level, _text(None, method, {"event": event, **facts}), exc_info=error, stacklevel=3)
+                text = " ".join(f"{name}={fact!r}" for name, fact in {"event": event, **facts}.items())
+                self._standard.log(level, text, exc_info=error, stacklevel=3)
         except Exception:
             if logging.raiseExceptions:  # as the standard library's handlers: on standard error, where there is one
                 with suppress(OSError, ValueError):

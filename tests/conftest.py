@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("there is no CUDA device")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> None:
+    """Many tests collect garbage: their own, not among the million objects of the libraries that others have loaded."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries complain of what is alive at the interpreter's end."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

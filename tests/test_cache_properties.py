@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections import Counter
 from dataclasses import replace
 
@@ -217,4 +218,5 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+HISTORIES = int(os.environ.get("CUELIGHT_HISTORIES", "60"))
+TestCacheMachine.settings = settings(max_examples=HISTORIES, stateful_step_count=60, deadline=None)

@@ -189,9 +189,12 @@ def test_a_folder_that_cannot_be_is_told_and_no_more(artifacts: list[bytes], tmp
 @pytest.mark.timeout(900)  # a C++ compiler runs ten times
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch needs a C++ compiler for code of its own")
+@pytest.mark.usefixtures("native")  # compiled before, and not into this test's folder
 def test_torchs_own_code_gives_the_same_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one test that goes all the way."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
+    # Else it tries out in four processes what g++ can, in each of which torch is imported.
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
     config = transformers.LlamaConfig(**{**GROUPED, "num_hidden_layers": 1})
     model = save(config, tmp_path / "model")
     with structlog.testing.capture_logs() as entries:

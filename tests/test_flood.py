@@ -88,7 +88,7 @@ async def test_the_long_run_in_small(executor: str, tmp_path: Path, monkeypatch:
     # A process is to find them too, and of the checkout nothing else: there would be two of each class.
     (tmp_path / "benchmarks").symlink_to(FOLDER)
     monkeypatch.syspath_prepend(tmp_path)
-    settings = {"minutes": 0.025, "clients": 8, "pause_seconds": 0.02, "kill_seconds": 0.4, "model": "", "step_ms": 0.0}
+    settings = {"minutes": 0.015, "clients": 8, "pause_seconds": 0.02, "kill_seconds": 0.3, "model": "", "step_ms": 0.0}
     async with asyncio.timeout(NET_SECONDS):
         figures = await benchmark("soak").soak(argparse.Namespace(**settings, executor=executor))
     assert figures["wrong"] == []

@@ -221,8 +221,8 @@ def comparisons_of(work: Any) -> int:
     return Counted.comparisons - before
 
 
-def test_a_queue_of_100_000_costs_a_few_comparisons_an_operation() -> None:
-    count, depth = 100_000, math.ceil(math.log2(100_000))
+def test_a_queue_of_20_000_costs_a_few_comparisons_an_operation() -> None:
+    count, depth = 20_000, math.ceil(math.log2(20_000))
     queue = Queue(Policy(lambda request: Counted((0.0, request.number))))  # type: ignore[arg-type, return-value]
     requests = [tracked(number) for number in range(count)]
     random.Random(3).shuffle(requests)

@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import logging
 import re
+import shutil
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -16,9 +17,11 @@ from types import CodeType
 import msgspec
 import pytest
 import structlog
+import transformers
+from tiny_models import GROUPED, save
 
 import cuelight.messages
-from cuelight import Engine, cli, errors
+from cuelight import Engine, cli, errors, store
 from cuelight.config import EngineConfig
 from cuelight.messages.request import Sampling
 
@@ -44,8 +47,18 @@ def logging_as_before() -> Iterator[None]:
     structlog.reset_defaults()
 
 
+@pytest.fixture
+def small_models(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built-in models are small ones that speak in the tokens of the default model: the blocks open many engines."""
+    save(transformers.LlamaConfig(**{**GROUPED, "vocab_size": 49_152, "max_position_embeddings": 2048}), tmp_path)
+    for pattern in ("*token*", "chat_template*"):
+        for file in model_folder.glob(pattern):
+            shutil.copy(file, tmp_path)
+    monkeypatch.setattr(store, "_built_in", lambda *_: tmp_path)
+
+
 @pytest.mark.model
-@pytest.mark.usefixtures("logging_as_before", "one_thread")
+@pytest.mark.usefixtures("logging_as_before", "one_thread", "small_models")
 def test_python_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
     programs = [code for text, code in blocks() if "asyncio.run(" in text]
     excerpts = [code for text, code in blocks() if "asyncio.run(" not in text]

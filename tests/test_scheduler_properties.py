@@ -5,6 +5,7 @@ After every message the tables are walked, the bounds hold, and nothing idles th
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from hypothesis import settings
@@ -206,4 +207,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+HISTORIES = int(os.environ.get("CUELIGHT_HISTORIES", "40"))
+TestSchedulerMachine.settings = settings(max_examples=HISTORIES, stateful_step_count=50, deadline=None)

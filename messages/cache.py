@@ -46,7 +46,8 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
     """Hold blocks for one step. Answered once: `Granted`, with the same `round`; not at all before the first `Reset`.
 
     Handled in this order: `filled`, then `growths`, each granted whole or refused, then, unless one was, `admissions`
-    in order, until one is refused or the admitted requests' uncached tokens reach `token_budget`.
+    in order, until one is refused or the admitted requests' uncached tokens reach `token_budget`. The copies of rounds
+    up to `made` have been made.
     """
 
     round: int
@@ -55,6 +56,7 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
     admissions: tuple[Admission, ...]
     token_budget: int
     reply_to: Address[Granted]
+    made: int = -1
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
@@ -64,11 +66,16 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reset(msgspec.Struct, frozen=True, tag=True):
-    """The pool is new and empty: `block_count` blocks of `block_size` tokens. Every table and prefix is forgotten."""
+    """The pool is new and empty: `block_count` blocks of `block_size` tokens. Every table and prefix is forgotten.
+
+    Only what is in host memory is not, where that is the same as before: what was saved there by copies that have been
+    made, those of rounds up to `made` and of earlier ones that a `Reserve` has said so of.
+    """
 
     block_count: int
     block_size: int
     host: HostTier = HostTier()
+    made: int = -1
 
 
 class ForgetPrefixes(msgspec.Struct, frozen=True, tag=True):

@@ -82,12 +82,14 @@ class BlockCopies(msgspec.Struct, frozen=True):
 class HostTier(msgspec.Struct, frozen=True):
     """Host memory for `block_count` blocks that leave the pool, and what using it costs, as measured on the device.
 
-    `move_seconds` is to save a block and load it again; `recompute_seconds` to compute one token of it anew.
+    `move_seconds` is to save a block and load it again; `recompute_seconds` to compute one token of it anew. While
+    `memory` is the same, what was saved there is still there; 0 is never the same.
     """
 
     block_count: int = 0
     move_seconds: float = 0.0
     recompute_seconds: float = 0.0
+    memory: int = 0
 
 
 class FinishReason(StrEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from cuelight.actors.cache.actor import CacheManager
 from cuelight.actors.detokenizer.actor import Detokenizer
 from cuelight.actors.executor.building import build_executor, load_model
 from cuelight.actors.executor.device import Device
+from cuelight.actors.executor.lasting import LastingMemory
 from cuelight.actors.executor.options import LoadOptions, may_have_gpu
 from cuelight.actors.intake.actor import Encoder, Intake
 from cuelight.actors.intake.limits import Limits
@@ -22,7 +24,7 @@ from cuelight.actors.scheduler.planning import Limits as StepLimits
 from cuelight.config import EngineConfig, ModelFacts, read_facts
 from cuelight.errors import ModelUnavailable
 from cuelight.kept_tokenizer import load_tokenizer
-from cuelight.kernel import Fate, InLoop, InProcess, Part, Role, Terminated
+from cuelight.kernel import Fate, InLoop, InProcess, Part, Role, Terminated, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.cache import CacheMessage
 from cuelight.messages.detokenizer import DetokenizerMessage
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from cuelight.actors.executor.batch import Batch
 
 B = TypeVar("B")
+
+log = get_logger("cuelight.engine")
 
 FATE = Fate(restarts_max=50, window_seconds=60.0, backoff_seconds=0.01, backoff_max_seconds=0.2)
 """A life is cheap: whoever is new asks its neighbours, and goes on."""
@@ -67,7 +71,10 @@ class Ensemble(Generic[B]):
     facts: ModelFacts
     encoder: Encoder
     decode: Callable[[Sequence[int]], str]
-    load_device: Callable[[], Device[B]]
+    load_device: Callable[..., Device[B]]
+    """Called without arguments, or with a claim on the memory that is `lasting`."""
+    lasting: LastingMemory | None = None
+    """Outlives executors, until it is given back."""
 
 
 def casting(gather: Callable[[EngineConfig], Ensemble[B]]) -> Casting:
@@ -83,7 +90,8 @@ def gather(folder: Path, config: EngineConfig) -> Ensemble[Batch]:
         encoder, decode = load_tokenizer(folder)
     except Exception as error:  # transformers raises whatever the files make it stumble over
         raise ModelUnavailable(f"the tokenizer in {folder} cannot be loaded: {error}") from error
-    return Ensemble(facts, encoder, decode, partial(load_model, load_options(folder, config, facts)))
+    load = partial(load_model, load_options(folder, config, facts))
+    return Ensemble(facts, encoder, decode, load, lasting_memory(config))
 
 
 def load_options(folder: Path, config: EngineConfig, facts: ModelFacts) -> LoadOptions:
@@ -146,17 +154,36 @@ class Lead:
     eos_token_ids: frozenset[int] = frozenset()
     context_length: int | None = None
     """None while it is the first one."""
+    lasting: LastingMemory | None = None
+    """What outlives it, until `release`."""
+
+    def release(self) -> None:
+        """Nobody will play the executor any more."""
+        if self.lasting is not None:
+            self.lasting.close()
 
 
 def executor_part(
-    load_device: Callable[[], Device[B]],
+    load_device: Callable[..., Device[B]],
+    lasting: LastingMemory | None,
     config: EngineConfig,
     role: Role[ExecutorMessage],
     scheduler: Role[SchedulerMessage],
 ) -> Part[ExecutorMessage]:
     """An executor that loads this and answers to that scheduler."""
     placement = InProcess() if lives_in_process(config) else InLoop()
-    return Part(role, partial(build_executor, load_device, scheduler), EXECUTOR_FATE, placement)
+    return Part(role, partial(build_executor, load_device, lasting, scheduler), EXECUTOR_FATE, placement)
+
+
+def lasting_memory(config: EngineConfig) -> LastingMemory | None:
+    """For blocks in host memory, if there are to be some; None also where an executor's own must do."""
+    if not config.host_block_count and config.host_kv_cache_bytes is None:
+        return None
+    try:
+        return LastingMemory(random.getrandbits(40))
+    except OSError as reason:
+        log.info("host_memory_does_not_last", reason=str(reason))
+        return None
 
 
 def _code_folder() -> Path | None:
@@ -200,7 +227,7 @@ def assemble(
     """The five parts. `lead` is what changes when another model takes over."""
     facts = ensemble.facts
     lead = lead or Lead(cast.executor)
-    lead.eos_token_ids = frozenset(facts.eos_token_ids)
+    lead.eos_token_ids, lead.lasting = frozenset(facts.eos_token_ids), ensemble.lasting
     longest = context_length(facts, config)
     intake_limits = Limits(facts.vocab_size, longest, config.queue_limit, config.tenants, config.isolate_tenants)
     token_budget = step_tokens(config)
@@ -223,7 +250,7 @@ def assemble(
             ),
             FATE,
         ),
-        executor_part(ensemble.load_device, config, cast.executor, cast.scheduler),
+        executor_part(ensemble.load_device, ensemble.lasting, config, cast.executor, cast.scheduler),
         Part(cast.cache, lambda _: CacheManager(observer, config.watermark_fraction), FATE),
         Part(
             cast.scheduler,

@@ -11,8 +11,9 @@ from typing import Final, Literal, TypeAlias, TypeVar, assert_never
 
 from cuelight import errors
 from cuelight.actors.executor.building import load_model
+from cuelight.actors.executor.lasting import LastingMemory
 from cuelight.config import EngineConfig, read_facts
-from cuelight.ensemble import Ensemble, Lead, Roles, executor_part, load_options
+from cuelight.ensemble import Ensemble, Lead, Roles, executor_part, lasting_memory, load_options
 from cuelight.fingerprint import Fingerprint, fingerprint
 from cuelight.kernel import Address, NotSendable, Part, Role, System
 from cuelight.messages.executor import ExecutorMessage
@@ -39,22 +40,23 @@ class Successor:
 
     origin: Origin
     part: ExecutorPart
+    lasting: LastingMemory | None = None
 
 
 def find_successor(model: object, config: EngineConfig) -> Successor:
     """Find a model. Blocks. Raises ModelUnavailable."""
     folder = model_path(model)  # type: ignore[arg-type]  # which says what may be given
     facts = read_facts(folder)
-    load = partial(load_model, load_options(folder, config, facts))
-    return Successor(
-        Origin(str(model), folder, config, facts, fingerprint(folder)), partial(executor_part, load, config)
-    )
+    load, lasting = partial(load_model, load_options(folder, config, facts)), lasting_memory(config)
+    origin = Origin(str(model), folder, config, facts, fingerprint(folder))
+    return Successor(origin, partial(executor_part, load, lasting, config), lasting)
 
 
 def stand_in(name: str, ensemble: Ensemble[B], config: EngineConfig, tokenizer: str) -> Successor:
     """An ensemble in place of a model's folder."""
     origin = Origin(name, None, config, ensemble.facts, Fingerprint(tokenizer, name))
-    return Successor(origin, partial(executor_part, ensemble.load_device, config))
+    part = partial(executor_part, ensemble.load_device, ensemble.lasting, config)
+    return Successor(origin, part, ensemble.lasting)
 
 
 def check_running(running: object) -> bool:
@@ -145,7 +147,8 @@ class Models:
                 self._taken_over(other.origin)
 
         try:
-            return Reload(self._stage, other.part(role, self._stage.cast.scheduler), switch, over)
+            part = other.part(role, self._stage.cast.scheduler)
+            return Reload(self._stage, part, other.lasting, switch, over)
         except NotSendable as error:
             raise errors.ConfigError(str(error)) from error
 
@@ -158,6 +161,8 @@ class Models:
         """The engine serves nobody any more."""
         if self._reload is not None:
             self._reload.end(reason())
+        if self._stage is not None:
+            self._stage.lead.release()
 
 
 class Reload:
@@ -167,6 +172,7 @@ class Reload:
         self,
         stage: Stage,
         part: Part[ExecutorMessage],
+        lasting: LastingMemory | None,
         switch: Callable[[Address[Switched | SwitchFailed]], Switch],
         on_over: Callable[[bool], None],
     ) -> None:
@@ -178,6 +184,8 @@ class Reload:
         self._scheduler = stage.system.find(stage.cast.scheduler)
         self._lead = stage.lead
         self._part = part
+        self._lasting = lasting
+        """Of the executor that is not needed, in the end."""
         self._switch = switch(self)
         self._on_over = on_over
         self._loop = asyncio.get_running_loop()
@@ -206,6 +214,7 @@ class Reload:
         match message:
             case Switched():
                 leaving, self._lead.executor = self._lead.executor, self._part.role
+                self._lasting, self._lead.lasting = self._lead.lasting, self._lasting
                 self._lead.eos_token_ids = frozenset(self._switch.eos_token_ids)
                 self._lead.context_length = self._switch.context_length
                 self._settle(None)
@@ -221,6 +230,7 @@ class Reload:
         """The engine serves nobody any more."""
         self._is_over = True
         self._settle(error)
+        self._release()
 
     def _settle(self, error: errors.EngineError | None) -> None:
         if self.outcome.done():
@@ -236,6 +246,11 @@ class Reload:
             self._system.dismiss(role, drop=True)
         # A process that hangs, or that still loads, does not end because it is asked to.
         self._loop.call_later(LINGER_SECONDS, self._system.kill, role, "it was dismissed, and did not end")
+        self._release()
+
+    def _release(self) -> None:
+        if self._lasting is not None:
+            self._lasting.close()
 
 
 def new_role(before: Role[ExecutorMessage], number: int) -> Role[ExecutorMessage]:

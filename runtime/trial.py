@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Final, Never
 
 from cuelight.actors.executor.device import DeviceLost
+from cuelight.actors.executor.stub import StubDevice
 from cuelight.config import ModelFacts
 from cuelight.ensemble import EXECUTOR_FATE, Ensemble, Lead, Roles, assemble, lives_in_process, roles
 from cuelight.kernel import Actor, Context, Delivered, Ended, Event, InLoop, InProcess, Part, Role
@@ -41,7 +42,7 @@ from cuelight.messages.scheduler import Switch
 from cuelight.testing import END_TOKEN, decode, encode
 from cuelight.trial_changes import Changes
 from cuelight.trial_client import Client, Excuses
-from cuelight.trial_device import FlakyDevice, build_flaky
+from cuelight.trial_device import Remains, build_flaky
 from cuelight.trial_draws import drawn_config, drawn_faults, drawn_kills, drawn_mischief
 
 CONTEXT_LENGTH: Final = 700
@@ -149,7 +150,7 @@ class History:
     def _parts(self) -> list[Part[Never]]:
         config, cast = self._config, self._cast
         facts = ModelFacts(END_TOKEN + 1, CONTEXT_LENGTH, (END_TOKEN,))
-        ensemble = Ensemble(facts, _Encoder(), decode, lambda: FlakyDevice(config, self._mischief))
+        ensemble = Ensemble(facts, _Encoder(), decode, partial(StubDevice, 2, 1))  # an executor of its own
         parts = assemble(ensemble, config, cast, self._board, self._lead)
         return [
             self._executor_part(cast.executor) if part.role is cast.executor else _kept(part, self._actors)
@@ -157,7 +158,8 @@ class History:
         ]
 
     def _executor_part(self, role: Role[ExecutorMessage]) -> Part[Never]:
-        build = partial(build_flaky, self._config, self._mischief, self._cast.scheduler)
+        remains = Remains(self._config, self._mischief.chance)
+        build = partial(build_flaky, self._config, self._mischief, remains, self._cast.scheduler)
         placement = InProcess() if lives_in_process(self._config) else InLoop()
         return _kept(Part(role, build, EXECUTOR_FATE, placement), self._actors)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Final
 
 from cuelight.config import POLICIES, EngineConfig
@@ -15,7 +16,7 @@ ACTORS: Final = ("detokenizer", "executor", "cache", "scheduler", "intake")
 
 def drawn_config(chance: random.Random) -> EngineConfig:
     """Small ones, where everything happens sooner."""
-    return EngineConfig(
+    config = EngineConfig(
         token_budget=chance.choice((3, 16, 64, 512)),
         running_max=chance.choice((1, 3, 16)),
         queue_limit=chance.choice((4, 100, 100)),
@@ -23,12 +24,18 @@ def drawn_config(chance: random.Random) -> EngineConfig:
         block_count=chance.choice((16, 32, 64, 1000)),
         watermark_fraction=chance.choice((0.0, 0.01, 0.2)),
         steps_in_flight=chance.choice((1, 2, 3)),
-        host_block_count=chance.choice((0, 0, 8, 64)),
+        host_block_count=chance.choice((0, 8, 64)),
         policy=chance.choice(POLICIES),
         isolate_tenants=chance.random() < 0.2,
         executor=chance.choice(("thread", "process")),
         restarts_max=50,
     )
+    return crowded(config) if chance.random() < 0.3 else config
+
+
+def crowded(config: EngineConfig) -> EngineConfig:
+    """Blocks leave such a pool for host memory, and come back, all the time."""
+    return replace(config, running_max=16, block_size=4, block_count=16, host_block_count=64)
 
 
 def drawn_mischief(chance: random.Random, config: EngineConfig, request_count: int) -> Mischief:
@@ -38,6 +45,8 @@ def drawn_mischief(chance: random.Random, config: EngineConfig, request_count: i
         mischief.loses = chance.choice((0.01, 0.1))
     if chance.random() < 0.2:
         mischief.fits = chance.choice((1, 2, 10, 40))
+    if config.host_block_count:
+        mischief.dies_saving = chance.choice((0.0, 0.0, 0.05, 0.3))
     is_apart = config.executor == "process"
     if is_apart and chance.random() < 0.3:
         mischief.hangs = chance.choice((0.01, 0.1))

@@ -54,6 +54,8 @@ class Model:
     copied: Counter[Copying] = field(default_factory=Counter)
     unread: set[Prefix] = field(default_factory=set)
     """Saved since the last answer, and not loaded."""
+    doubtful: set[Prefix] = field(default_factory=set)
+    """Saved since the last step that is known to be done."""
 
     def __post_init__(self) -> None:
         self.free = list(range(1, self.blocks_total + 1))
@@ -77,6 +79,7 @@ class Model:
                 self.copied[Copying.SAVE] -= self.host[0] in self.unread
                 self.unread.discard(self.host.pop(0))
             self.unread.add(prefix)
+            self.doubtful.add(prefix)
         else:
             return
         self.host.append(prefix)
@@ -158,6 +161,15 @@ class Model:
         for block in reversed(holding.blocks):
             if block not in held:
                 self.free.insert(len(self.free) if block in self.prefixes.values() else 0, block)
+
+    def lose(self) -> None:
+        """All blocks are lost, and what is certain is in host memory."""
+        self.free = list(range(1, self.blocks_total + 1))
+        self.prefixes.clear()
+        self.holdings.clear()
+        self.host = [prefix for prefix in self.host if prefix not in self.doubtful]
+        self.doubtful.clear()
+        self.evictions = 0
 
     def forget(self) -> None:
         """Cached blocks become spare ones, longest free first."""

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,6 +49,29 @@ def ensemble(folder: Path, config: EngineConfig) -> Ensemble[object]:
 
     stub = stub_ensemble(config)
     return Ensemble(stub.facts, stub.encoder, stub.decode, partial(load, Cradle(folder), config.block_size))
+
+
+class Ticks:
+    """A clock by which all takes as long: to move a block of 16 tokens is then faster than to compute them."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def __call__(self) -> float:
+        self._seconds += 1.0
+        return self._seconds
+
+
+def of_model(folder: Path, config: EngineConfig) -> Ensemble[object]:
+    """A model's real executor, for prompts of token ids."""
+    from cuelight.actors.executor.building import load_model
+    from cuelight.config import read_facts
+    from cuelight.ensemble import Ensemble, lasting_memory, load_options
+    from cuelight.testing import stub_ensemble
+
+    stub, facts = stub_ensemble(config), read_facts(folder)
+    options = replace(load_options(folder, config, facts), now=Ticks())
+    return Ensemble(facts, stub.encoder, stub.decode, partial(load_model, options), lasting_memory(config))
 
 
 def load(folder: Path, block_size: int) -> StubDevice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
+import msgspec
 import pytest
 
 from cuelight.actors.cache.actor import CacheManager
@@ -29,11 +30,14 @@ ROUND = 17
 class Stage:
     """A cache manager with a pool of `blocks_total` blocks of four tokens, and its two counterparts."""
 
-    def __init__(self, blocks_total: int, watermark_fraction: float = 0.0, host_blocks: int = 0) -> None:
+    def __init__(
+        self, blocks_total: int, watermark_fraction: float = 0.0, host_blocks: int = 0, memory: int = 0
+    ) -> None:
         self.observer: Inbox[BlockFigures] = Inbox()
         self.scheduler: Inbox[Granted] = Inbox()
         self.cache = CacheManager(self.observer, watermark_fraction)
-        self.cache.handle(Reset(blocks_total + 1, 4, HostTier(host_blocks, 1.0, 1.0)))
+        self.reset = Reset(blocks_total + 1, 4, HostTier(host_blocks, 1.0, 1.0, memory))
+        self.cache.handle(self.reset)
 
     def reserve(
         self,
@@ -41,9 +45,11 @@ class Stage:
         growths: tuple[Growth, ...] = (),
         admissions: tuple[Admission, ...] = (),
         token_budget: int = 1000,
+        round_: int = ROUND,
+        made: int = -1,
     ) -> Granted:
         answers_before = len(self.scheduler.heard)
-        self.cache.handle(Reserve(ROUND, filled, growths, admissions, token_budget, self.scheduler))
+        self.cache.handle(Reserve(round_, filled, growths, admissions, token_budget, self.scheduler, made))
         assert len(self.scheduler.heard) == answers_before + 1
         return self.scheduler.heard[-1]
 
@@ -251,3 +257,74 @@ def test_host_memory_that_does_not_pay_has_no_blocks() -> None:
     stage = Stage(4)
     stage.cache.handle(Reset(5, 4, HostTier(100, move_seconds=4.0, recompute_seconds=1.0)))
     assert stage.observer.heard[-1] == BlockFigures(blocks_total=4, blocks_free=4)
+
+
+def saving(memory: int = 5) -> Stage:
+    """Two blocks of request 1 were saved in the round before the last, one of request 2 in the last."""
+    stage = Stage(3, host_blocks=8, memory=memory)
+    for number in range(3):
+        stage.reserve(admissions=(admission(number, (8, 4, 8)[number], 100 * number),), round_=ROUND + number)
+        stage.cache.handle(Release((Filled(RequestId(number), (8, 4, 8)[number], ()),)))
+    last = stage.reserve(admissions=(admission(3, 12, 900),), round_=ROUND + 3)
+    assert [copies.copying for copies in last.copies] == [Copying.SAVE]
+    assert stage.observer.heard[-1].blocks_saved == 5
+    return stage
+
+
+def found(stage: Stage) -> list[int]:
+    """Tokens that each of the three prompts would find."""
+    counts = []
+    for number in range(3):
+        granted = stage.reserve(admissions=(admission(9, 9, 100 * number),))
+        counts.append(granted.grants[0].cached_tokens)
+        stage.cache.handle(Release((Filled(RequestId(9), counts[-1], ()),)))
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"), [(-1, [0, 0, 0]), (ROUND + 1, [0, 0, 0]), (ROUND + 2, [8, 0, 0]), (ROUND + 3, [8, 4, 8])]
+)
+def test_a_reset_keeps_what_is_certain_to_be_in_host_memory(made: int, expected: list[int]) -> None:
+    stage = saving()
+    stage.cache.handle(msgspec.structs.replace(stage.reset, made=made))
+    figures = stage.observer.heard[-1]
+    assert (figures.blocks_free, figures.blocks_cached) == (3, 0)
+    assert figures.host_blocks_used == sum(expected) // 4
+    assert found(stage) == expected
+
+
+def test_what_was_said_to_be_made_is_certain_for_a_scheduler_that_knows_nothing() -> None:
+    stage = saving()
+    stage.reserve(round_=ROUND + 4, made=ROUND + 2)
+    stage.cache.handle(stage.reset)
+    assert found(stage) == [8, 0, 0]
+
+
+def test_rounds_of_an_earlier_scheduler_are_no_rounds_of_this_one() -> None:
+    stage = saving()
+    stage.reserve(round_=ROUND + 4, made=ROUND + 3)
+    stage.cache.handle(stage.reset)
+    stage.reserve(round_=1, made=0)
+    stage.cache.handle(msgspec.structs.replace(stage.reset, made=0))
+    assert found(stage) == [8, 4, 8]
+
+
+def test_another_memory_or_one_that_is_never_the_same_holds_nothing() -> None:
+    for memory, then in ((5, 6), (5, 0), (0, 0)):
+        stage = saving(memory)
+        host = msgspec.structs.replace(stage.reset.host, memory=then)
+        stage.cache.handle(msgspec.structs.replace(stage.reset, host=host, made=ROUND + 3))
+        assert stage.observer.heard[-1].host_blocks_used == 0
+        assert found(stage) == [0, 0, 0]
+
+
+def test_slots_that_were_in_doubt_are_used_again() -> None:
+    stage = saving()
+    stage.cache.handle(msgspec.structs.replace(stage.reset, made=ROUND + 2))
+    slots: set[int] = set()
+    for number in range(20, 24):
+        granted = stage.reserve(admissions=(admission(number, 12, 100 * number),))
+        slots.update(*[copies.targets for copies in granted.copies])
+        stage.cache.handle(Release((Filled(RequestId(number), 12, ()),)))
+        stage.cache._tables.check()
+    assert slots == set(range(8)), "also those of what was kept, when their time has come"

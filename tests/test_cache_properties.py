@@ -11,6 +11,7 @@ import math
 import os
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 from cache_model import Device, Model, Tokens, common
 from hypothesis import settings
@@ -34,7 +35,7 @@ def prompts(draw: st.DrawFn) -> Tokens:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Admissions, growths, fills, releases, preemptions and forgetting in any order."""
+    """Admissions, growths, fills, releases, preemptions, forgetting and losing the pool in any order."""
 
     @initialize(
         blocks_total=st.sampled_from((0, 1, 3, *range(4, 13), *range(4, 13), 30)),
@@ -44,7 +45,9 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def reset(self, blocks_total: int, block_size: int, watermark_fraction: float, host_total: int) -> None:
         host = HostTier(host_total, move_seconds=0.9 * block_size, recompute_seconds=1.0)
-        self.tables = Tables(BlockPool(blocks_total + 1), block_size, watermark_fraction, host)
+        self.make = partial(Tables, block_size=block_size, watermark_fraction=watermark_fraction, host=host)
+        self.tables = self.make(BlockPool(blocks_total + 1))
+        self.round = 0
         self.model = Model(blocks_total, block_size, math.ceil(watermark_fraction * blocks_total), host_total)
         self.device = Device(block_size)
         self.copied: Counter[Copying] = Counter()
@@ -132,6 +135,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.unread.clear()
         for batch in copies:
             self.copied[batch.copying] += len(batch.sources)
+            if batch.copying is Copying.SAVE:
+                self.tables.host.doubt(batch.targets, self.round)
+        self.round += 1
         self.device.pending += copies
 
     @precondition(lambda self: self.model.holdings)
@@ -155,6 +161,8 @@ class CacheMachine(RuleBasedStateMachine):
         holding = self.model.holdings[request]
         self._answer()
         self.device.step()
+        self.tables.host.confirm(self.round)
+        self.model.doubtful.clear()
         written = self.device.compute(replace(holding, token_ids=holding.token_ids + new), computed)
         entries = Counter(block for other in self.model.holdings.values() for block in other.blocks)
         assert all(entries[block] == 1 for block in written), "a shared block is written to"
@@ -182,6 +190,21 @@ class CacheMachine(RuleBasedStateMachine):
             self._answer()
             self.model.forget()
             self.tables.forget_prefixes()
+
+    @rule(data=st.data(), is_due=st.sampled_from((False,) * 9 + (True,)))
+    def lose(self, data: st.DataObject, is_due: bool) -> None:
+        """The executor dies, with its pool, and has made some of the copies that it was to make."""
+        if not is_due:
+            return
+        self._answer()
+        del self.device.pending[data.draw(st.integers(0, len(self.device.pending))) :]
+        self.device.step()
+        self.device.pool.clear()
+        for request, holding in self.model.holdings.items():
+            self.waiting[request] = Admission(request, holding.token_ids, holding.salt)
+        self.model.lose()
+        self.tables.host.forget_doubtful()
+        self.tables = self.make(BlockPool(self.model.blocks_total + 1), kept=self.tables.host)
 
     @invariant()
     def everything_agrees(self) -> None:

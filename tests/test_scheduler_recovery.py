@@ -566,3 +566,56 @@ def test_a_token_that_does_not_fit_by_itself_is_its_request_s_failure() -> None:
     finish(core)
     assert [end.reason for end in core.ends().values()] == [FinishReason.FAILED] * 3
     assert "memory is full" in core.ends()[0].error
+
+
+def lasting(host_slots: list[int | None] | None = None) -> WatchedDevice:
+    """A pool for two of the requests below, and host memory, which may be what another device has left."""
+    device = WatchedDevice(13, 4, host_block_count=40)
+    device.host = msgspec.structs.replace(device.host, memory=5)
+    device._host_slots = device._host_slots if host_slots is None else host_slots
+    return device
+
+
+def admit_long(core: Core, count: int) -> None:
+    for request_id in range(count):
+        core.admit(request_id, list(range(100 * request_id, 100 * request_id + 20)), Sampling(max_tokens=2))
+
+
+@pytest.mark.parametrize("lasts", [True, False])
+def test_what_was_saved_before_the_executor_died_is_loaded_and_not_computed(lasts: bool) -> None:
+    first = lasting()
+    core = Core(0, device=first)
+    admit_long(core, 6)
+    finish(core)
+    used, loaded = core.blocks().host_blocks_used, core.blocks().blocks_loaded
+    second = lasting(first._host_slots if lasts else None)
+    if not lasts:
+        second.host = msgspec.structs.replace(second.host, memory=6)
+    core.lose_executor(KILLED, device=second)
+    finish(core)
+    assert core.blocks().host_blocks_used == (used if lasts else 0), "at rest, all copies are known to be made"
+    core.detokenizer.messages.clear()
+    core.admit(9, list(range(20)), Sampling(max_tokens=1))
+    finish(core)
+    assert core.outputs()[9] == expected_output(list(range(20)), Sampling(max_tokens=1))[0]
+    assert core.blocks().blocks_loaded - loaded == (4 if lasts else 0)
+    assert second.computed() == (4 if lasts else 20)
+
+
+def test_copies_of_steps_that_nobody_has_answered_may_not_have_been_made() -> None:
+    """Nor has anybody made those that no step has been given yet."""
+    core = Core(0, device=lasting())
+    admit_long(core, 2)
+    finish(core)
+    core.stage.drop("executor device")
+    core.executor.actor = Deaf()
+    core.admit(7, list(range(700, 740)), Sampling(max_tokens=2))
+    step_until(core, lambda: core.blocks().blocks_saved > 0 and len(scheduler_of(core)._work.flights) > 0)
+    assert core.blocks().host_blocks_used > 0
+    core.lose_executor(KILLED, device=lasting())  # where nothing has been saved
+    step_until(core, lambda: not core.blocks().host_blocks_used)
+    finish(core)
+    assert core.ends()[7].reason is FinishReason.LENGTH
+    core.admit(8, list(range(20)), Sampling(max_tokens=1))
+    finish(core)
+    assert core.outputs()[8] == expected_output(list(range(20)), Sampling(max_tokens=1))[0]

@@ -8,9 +8,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
+from cuelight import trial
+from cuelight.actors.cache.actor import CacheManager
+from cuelight.actors.cache.host import HostSlots
 from cuelight.actors.cache.tables import Tables
 from cuelight.actors.detokenizer.actor import Detokenizer, _Stream
 from cuelight.actors.executor.stub import StubDevice
@@ -21,7 +25,7 @@ from cuelight.actors.scheduler.endings import Endings
 from cuelight.actors.scheduler.flights import Flights
 from cuelight.actors.scheduler.next_step import NextStep
 from cuelight.client import Inbox
-from cuelight.messages.cache import Filled
+from cuelight.messages.cache import Filled, Reset
 from cuelight.messages.client import Chunk
 from cuelight.messages.detokenizer import DetokenizerMessage, Reopened
 from cuelight.messages.request import RequestId, Sampling
@@ -30,6 +34,7 @@ from cuelight.simulate import simulate
 from cuelight.trial import Tally, run_history
 from cuelight.trial_client import expected_output
 from cuelight.trial_device import next_token
+from cuelight.trial_draws import crowded
 
 
 def told(seeds: Sequence[int], requests: int = 12) -> tuple[int, str]:
@@ -186,6 +191,30 @@ def _forgets_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ledger, "remembered", remembered)
 
 
+def _crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every history blocks go to host memory and come back, and executors die of it."""
+    config, mischief = trial.drawn_config, trial.drawn_mischief
+    monkeypatch.setattr(trial, "drawn_config", lambda chance: crowded(config(chance)))
+    monkeypatch.setattr(trial, "drawn_mischief", lambda *drawn: replace(mischief(*drawn), dies_saving=0.3))
+
+
+def _trusts_every_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache manager counts on copies that an executor was told to make before it died."""
+    _crowd(monkeypatch)
+    monkeypatch.setattr(HostSlots, "forget_doubtful", lambda self: self._doubtful.clear())
+
+
+def _trusts_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache manager does not look whether it is the memory of before."""
+    _crowd(monkeypatch)
+
+    def kept(self: CacheManager, message: Reset) -> HostSlots:
+        self._tables.host.forget_doubtful()
+        return self._tables.host
+
+    monkeypatch.setattr(CacheManager, "_kept_slots", kept)
+
+
 @pytest.mark.parametrize(
     ("plant", "complaint"),
     [
@@ -202,6 +231,8 @@ def _forgets_output(monkeypatch: pytest.MonkeyPatch) -> None:
         (_computes_nonsense, r"request \d+ gets \["),
         (_asserts, "AssertionError: overwritten"),
         (_breaks, "'scheduler' crashed on .*a mistake"),
+        (_trusts_every_save, "the slots hold this row's tokens and nothing else"),
+        (_trusts_any_memory, "the slots hold this row's tokens and nothing else"),
     ],
 )
 def test_a_planted_fault_is_found(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import assert_never
 
+from cuelight.actors.cache.host import HostSlots
 from cuelight.actors.cache.pool import BlockPool
 from cuelight.actors.cache.tables import Tables
 from cuelight.kernel import Actor, get_logger
@@ -28,6 +29,7 @@ class CacheManager(Actor[CacheMessage]):
         self._watermark_fraction = watermark_fraction
         self._tables = Tables(BlockPool(1), 1, watermark_fraction)
         self._has_blocks = False
+        self._host_memory = 0
         self._evictions_before = 0
         self._tokens_looked_up = 0
         self._tokens_found = 0
@@ -55,6 +57,7 @@ class CacheManager(Actor[CacheMessage]):
             self._observer.tell(figures)
 
     def _reserve(self, message: Reserve) -> None:
+        self._tables.host.confirm(message.made)
         for filled in message.filled:
             self._tables.fill(filled)
         grants: list[scheduler.Grant] = []
@@ -73,6 +76,8 @@ class CacheManager(Actor[CacheMessage]):
         copies = self._tables.take_copies()
         for batch in copies:
             self._copied[batch.copying] += len(batch.sources)
+            if batch.copying is Copying.SAVE:
+                self._tables.host.doubt(batch.targets, message.round)
         message.reply_to.tell(scheduler.Granted(message.round, tuple(grants), tuple(refused), tuple(deferred), copies))
 
     def _admit(
@@ -102,7 +107,9 @@ class CacheManager(Actor[CacheMessage]):
         self._has_blocks = True
         self._evictions_before += self._tables.pool.evictions
         pool = BlockPool(message.block_count)
-        self._tables = Tables(pool, message.block_size, self._watermark_fraction, message.host)
+        kept = self._kept_slots(message)
+        self._tables = Tables(pool, message.block_size, self._watermark_fraction, message.host, kept)
+        self._host_memory = message.host.memory
         if message.host.block_count > self._tables.host.total:
             _log.info(
                 "host_memory_unused",
@@ -110,6 +117,16 @@ class CacheManager(Actor[CacheMessage]):
                 move_seconds=message.host.move_seconds,
                 recompute_seconds=message.block_size * message.host.recompute_seconds,
             )
+
+    def _kept_slots(self, message: Reset) -> HostSlots | None:
+        """Those whose contents are there still, and certain; None where there are none."""
+        if message.host.memory != self._host_memory or not self._host_memory:
+            return None
+        slots = self._tables.host
+        slots.confirm(message.made)
+        slots.forget_doubtful()
+        _log.info("host_memory_kept", blocks=slots.used_count)
+        return slots
 
     def _figures(self) -> BlockFigures:
         pool, host = self._tables.pool, self._tables.host

@@ -6,7 +6,7 @@ Knows slots and digests; nothing of pool blocks, of requests or of when a copy i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class HostSlots:
@@ -18,9 +18,17 @@ class HostSlots:
     def __init__(self, slot_count: int) -> None:
         assert slot_count >= 0, "there cannot be fewer slots than none"
         self.total = slot_count
-        self.used_count = 0
-        # Least recently used first. A slot is never free again once used, so the used ones are the first ones.
+        # Least recently used first.
         self._slots: OrderedDict[bytes, int] = OrderedDict()
+        self._spare: list[int] = []
+        self._used_ever = 0
+        # Slots that are saved to by copies that may not have been made, and the round of those.
+        self._doubtful: dict[int, int] = {}
+
+    @property
+    def used_count(self) -> int:
+        """Slots that hold a block, pinned ones included."""
+        return self._used_ever - len(self._spare)
 
     def __contains__(self, digest: bytes) -> bool:
         """Whether a slot holds this prefix block."""
@@ -33,9 +41,11 @@ class HostSlots:
     def keep(self, digest: bytes) -> int | None:
         """The slot that holds this block from now on, in place of another if need be; None if every slot is pinned."""
         assert digest not in self._slots, "a block is saved twice"
-        if self.used_count < self.total:
-            slot = self.used_count
-            self.used_count += 1
+        if self._spare:
+            slot = self._spare.pop()
+        elif self._used_ever < self.total:
+            slot = self._used_ever
+            self._used_ever += 1
         elif self._slots:
             _, slot = self._slots.popitem(last=False)
         else:
@@ -54,9 +64,29 @@ class HostSlots:
     def forget(self) -> None:
         """Every slot is free."""
         self._slots.clear()
-        self.used_count = 0
+        self._spare.clear()
+        self._doubtful.clear()
+        self._used_ever = 0
+
+    def doubt(self, slots: Sequence[int], round_: int) -> None:
+        """Blocks are saved to these slots by copies of this round, of which nobody has heard yet."""
+        for slot in slots:
+            self._doubtful[slot] = round_
+
+    def confirm(self, round_: int) -> None:
+        """The copies of all rounds up to this one have been made."""
+        for slot in [slot for slot, doubted in self._doubtful.items() if doubted <= round_]:
+            del self._doubtful[slot]
+
+    def forget_doubtful(self) -> None:
+        """Slots of which nobody knows what is in them are free."""
+        for digest in [digest for digest, slot in self._slots.items() if slot in self._doubtful]:
+            self._spare.append(self._slots.pop(digest))
+        self._doubtful.clear()
 
     def check(self) -> None:
         """Walk all slots while none is pinned."""
-        assert self.used_count <= self.total, "a slot beyond host memory was used"
-        assert sorted(self._slots.values()) == list(range(self.used_count)), "used slots hold one block each"
+        assert self._used_ever <= self.total, "a slot beyond host memory was used"
+        held = [*self._slots.values(), *self._spare]
+        assert sorted(held) == list(range(self._used_ever)), "used slots hold one block each"
+        assert self._doubtful.keys() <= set(self._slots.values()), "a slot without a block is in doubt"

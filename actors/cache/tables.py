@@ -37,7 +37,7 @@ class Tables:
 
     `watermark_fraction` of the pool, rounded up, stays free after an admission, so that running requests can grow;
     a request alone in the pool may use all of it. Prefix blocks that are evicted go to `host` memory, if moving one
-    takes less time than computing it again.
+    takes less time than computing it again; what is `kept` there from before can be found.
     """
 
     def __init__(
@@ -46,12 +46,14 @@ class Tables:
         block_size: int,
         watermark_fraction: float,
         host: HostTier = HostTier(),  # noqa: B008  # frozen
+        kept: HostSlots | None = None,
     ) -> None:
         assert block_size >= 1, "a block holds at least one token"
         assert 0.0 <= watermark_fraction < 1.0, "the watermark is a fraction of the pool"
         self.pool = pool
         moving_pays = host.move_seconds < block_size * host.recompute_seconds
-        self.host = HostSlots(host.block_count if moving_pays else 0)
+        slot_count = host.block_count if moving_pays else 0
+        self.host = kept if kept is not None and kept.total == slot_count else HostSlots(slot_count)
         self._copies = Copies()
         self._block_size = block_size
         self._watermark_blocks = math.ceil(watermark_fraction * pool.total)

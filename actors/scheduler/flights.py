@@ -29,20 +29,23 @@ class Flights:
         self._to = to
         self._reply_to = reply_to
         self._steps_max = steps_max
-        self._plans: deque[tuple[int, list[Planned]]] = deque()
+        self._plans: deque[tuple[int, list[Planned], int]] = deque()
         self._epoch = first_epoch
         self.life = 0
         """Of the executor that is meant by the steps."""
         self.step = 0
         """The number of the step that was sent last."""
+        self.made = -1
+        """The copies of all rounds up to this one have been made."""
         self._left_batch: list[RequestId] = []
         self._copies: list[BlockCopies] = []
+        self._round = -1
 
     def __len__(self) -> int:
         return len(self._plans)
 
     def __iter__(self) -> Iterator[list[Planned]]:
-        return (plan for _, plan in self._plans)
+        return (plan for _, plan, _ in self._plans)
 
     def send_to(self, to: Address[executor.ExecutorMessage]) -> None:
         """The next steps are another executor's, which knows of no row."""
@@ -53,9 +56,10 @@ class Flights:
         """Whether another step may be sent."""
         return len(self._plans) < self._steps_max
 
-    def copy(self, copies: Iterable[BlockCopies]) -> None:
-        """The next step makes these copies, after those it was to make already."""
+    def copy(self, copies: Iterable[BlockCopies], of_round: int) -> None:
+        """The next step makes these copies of a round, after those it was to make already."""
         self._copies.extend(copies)
+        self._round = of_round
 
     def leave(self, request: Tracked) -> None:
         """The request is in the batch no longer, from the next step on."""
@@ -82,7 +86,7 @@ class Flights:
                 request.pending += 1  # this chunk samples
             planned.append((request, count, request.incarnation))
         self.step += 1
-        self._plans.append((self.step, planned))
+        self._plans.append((self.step, planned, self._round))
         self._to.tell(
             executor.ExecuteStep(
                 epoch=self._epoch,
@@ -104,7 +108,7 @@ class Flights:
         """What the oldest step, which this answers, has computed; None for an answer from an earlier epoch."""
         if done.epoch != self._epoch:
             return None
-        step, plan = self._plans.popleft()
+        step, plan, self.made = self._plans.popleft()
         assert step == done.step, "steps end in the order they were sent"
         return plan
 
@@ -114,7 +118,7 @@ class Flights:
         Where contents are lost, whatever was sent since builds on them: that is void too, and no request's fault.
         """
         if failed.epoch == self._epoch:
-            _, plan = self._plans[0]
+            _, plan, _ = self._plans[0]
         elif failed.contents_lost:
             plan = []
         else:

@@ -45,7 +45,7 @@ class NextStep:
             following = self._rounds.next(running, admit=admit, usurper=usurper)
             if following.growths or following.admitted:
                 self._doubts[CACHE].asked(self._now())
-                self._reservation.ask(following, self._running, self._door.deferred.news)
+                self._reservation.ask(following, self._running, self._door.deferred.news, self._flights.made)
             elif following.plan and blame.may_fly(following.plan, self._flights):
                 self._execute(following.plan)
             else:
@@ -79,7 +79,7 @@ class NextStep:
         if (asked := self._reservation.answered(granted)) is None:
             return
         self._doubts[CACHE].answered(self._now())
-        self._flights.copy(granted.copies)
+        self._flights.copy(granted.copies, granted.round)
         for grant in granted.grants:
             self._take(grant, asked[grant.request_id])
         is_stale = self._door.deferred.news != self._reservation.news

@@ -35,8 +35,8 @@ class Reservation:
         """It gives its blocks back, and says then how far they are filled."""
         self._prefilled.pop(request.request_id, None)
 
-    def ask(self, wanted: Round, running: Mapping[RequestId, Tracked], news: int) -> None:
-        """Ask for the blocks that the round wants."""
+    def ask(self, wanted: Round, running: Mapping[RequestId, Tracked], news: int, made: int) -> None:
+        """Ask for the blocks that the round wants; say that the copies of rounds up to `made` have been made."""
         growing = {growth.request_id: running[growth.request_id] for growth in wanted.growths}
         courted = {request.request_id: request for request in wanted.admitted}
         self.asked = {request_id: request.incarnation for request_id, request in (growing | courted).items()}
@@ -47,7 +47,7 @@ class Reservation:
         admissions = tuple([request.admission() for request in wanted.admitted])
         self._to.tell(
             cache.Reserve(
-                self._round, filled, tuple(wanted.growths), admissions, wanted.token_budget, reply_to=self._reply_to
+                self._round, filled, tuple(wanted.growths), admissions, wanted.token_budget, self._reply_to, made
             )
         )
 

@@ -269,7 +269,8 @@ class Workload:
     def reset_cache(self) -> None:
         """The pool is new, or is to be taken for new."""
         if self.pool is not None:
-            self._cache.tell(cache.Reset(self.pool.block_count, self.pool.block_size, self.pool.host))
+            pool = self.pool
+            self._cache.tell(cache.Reset(pool.block_count, pool.block_size, pool.host, self.flights.made))
 
 
 def token_capacity(pool: ExecutorReady) -> int:

@@ -2,45 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
+from cuelight.actors.executor.lasting import LastingBytes, in_use
 from cuelight.actors.executor.model.pool import KVPool
+from cuelight.kernel import get_logger
+
+log = get_logger("cuelight.executor")
 
 
 class HostPool:
     """As many tensors of the same shapes as the pool's, for `block_count` blocks with ids from 0.
 
     Copies are queued on the device's stream, in the order of the calls: since nothing else reads this memory, a block
-    that was saved can be loaded, and its slot used again, without waiting. On CUDA the memory is pinned for that.
+    that was saved can be loaded, and its slot used again, without waiting. On CUDA the memory is pinned for that, where
+    it is `lasting` memory if the driver can.
     """
 
-    def __init__(self, pool: KVPool, block_count: int) -> None:
+    def __init__(self, pool: KVPool, block_count: int, lasting: LastingBytes | None = None) -> None:
         self.block_count = block_count
         self._pool = pool
+        self._lasting = lasting
+        self._free = None if lasting is None else torch.frombuffer(lasting.data, dtype=torch.uint8)
+        if self._free is not None and pool.keys[0].device.type == "cuda":
+            self._pin(self._free)
         self.keys = [self._like(keys) for keys in pool.keys]
         self.values = [self._like(values) for values in pool.values]
 
     def _like(self, stored: torch.Tensor) -> torch.Tensor:
         shape = (self.block_count, *stored.shape[1:])
-        return torch.zeros(shape, dtype=stored.dtype, pin_memory=stored.device.type == "cuda")
+        if self._free is None:
+            return torch.zeros(shape, dtype=stored.dtype, pin_memory=stored.device.type == "cuda")
+        taken, self._free = self._free.tensor_split([self.block_count * stored[0].nbytes])
+        return taken.view(stored.dtype).view(shape)
+
+    def _pin(self, memory: torch.Tensor) -> None:
+        """Have copies to and from this memory wait for nobody. Without it they are right as well, and slower."""
+        driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if error := int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+            log.warning("host_memory_is_not_pinned", error=error)
+            with suppress(RuntimeError):  # the driver tells it once more to whoever asks next
+                torch.zeros(1, device=self._pool.keys[0].device)
+        else:
+            weakref.finalize(self, _unpin, driver.cudaHostUnregister, memory).atexit = False
 
     def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the pool's blocks `sources[i]` to this memory's `targets[i]`."""
         self._pool.check(sources)
         self._check(targets)
         runs = _runs(sources, targets)
-        for stored, kept in self._layers():
-            _copy(stored, kept, runs)
+        with in_use(self._lasting):
+            for stored, kept in self._layers():
+                _copy(stored, kept, runs)
 
     def load(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy this memory's blocks `sources[i]` to the pool's `targets[i]`."""
         self._check(sources)
         self._pool.check(targets)
         runs = _runs(sources, targets)
-        for stored, kept in self._layers():
-            _copy(kept, stored, runs)
+        with in_use(self._lasting):
+            for stored, kept in self._layers():
+                _copy(kept, stored, runs)
 
     def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         stored = (*self._pool.keys, *self._pool.values)
@@ -48,6 +74,10 @@ class HostPool:
 
     def _check(self, blocks: Sequence[int]) -> None:
         assert all(0 <= block < self.block_count for block in blocks), "a copied block exists"
+
+
+def _unpin(unregister: Callable[[int], object], memory: torch.Tensor) -> None:
+    unregister(memory.data_ptr())
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -237,7 +237,12 @@ class _Loading:
         if (block_count := self._options.host_blocks(block_bytes)) == 0:
             return loaded
         try:
-            host = HostPool(pool, block_count)
+            lasting = self._options.lasting_bytes(
+                block_count * block_bytes, "transformers", self._needs, block_count, len(pool.keys)
+            )
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # an executor before may have had copies on their way
+            host = HostPool(pool, block_count, lasting)
         except (RuntimeError, TypeError) as error:
             asked = block_count * block_bytes
             raise CannotLoad(f"no memory for {asked} bytes of the KV cache on the host: {error}") from error
@@ -246,8 +251,9 @@ class _Loading:
         def prefill(token_count: int) -> None:
             _compute(loaded, [token_count], np.arange(1, 1 + -(-token_count // pool.block_size)))
 
+        measure = partial(measure_costs, pool, host, context_length, prefill, self._options.now)
         with torch.inference_mode():
-            tier = measure_costs(pool, host, context_length, prefill, self._options.now)
+            tier = measure() if lasting is None else lasting.tier(block_count, measure)
         return replace(loaded, host=host, host_tier=tier)
 
 

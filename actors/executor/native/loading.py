@@ -7,6 +7,7 @@ from statistics import median
 
 import numpy as np
 
+from cuelight.actors.executor.lasting import LastingBytes
 from cuelight.actors.executor.native.architecture import Architecture, NotNative, read_architecture
 from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
@@ -47,10 +48,10 @@ def load(options: LoadOptions) -> NativeRunner:
     except (NotNative, NoNativeCode, BadWeights) as reason:  # transformers reads more formats
         raise Unsuitable(str(reason)) from reason
     with phases("KV pool"):
-        pools = _pools(options, architecture)
+        pools, lasting = _pools(options, architecture)
     decoder = NativeDecoder(kernels, weights, pools.structures(), options.token_budget)
     with phases("warm up"):
-        host = _host(options, pools, decoder)
+        host = _host(options, pools, decoder, lasting)
     log.info(
         "native_decoder",
         weights=weights.kind.name,
@@ -75,19 +76,20 @@ def _cache(options: LoadOptions) -> int:
     return BF16 if options.quantization is None else INT8
 
 
-def _pools(options: LoadOptions, architecture: Architecture) -> Pools:
+def _pools(options: LoadOptions, architecture: Architecture) -> tuple[Pools, LastingBytes | None]:
     kind = _cache(options)
     block_bytes = Pools.block_bytes(architecture, options.block_size, kind)
     block_count = options.blocks(block_bytes, options.useful_budget(block_bytes))
     host_block_count = options.host_blocks(block_bytes)
+    lasting = options.lasting_bytes(host_block_count * block_bytes, "native", kind, host_block_count, architecture)
     try:
-        return Pools(architecture, block_count, options.block_size, kind, host_block_count)
+        return Pools(architecture, block_count, options.block_size, kind, host_block_count, lasting), lasting
     except MemoryError as error:
         needed = (block_count + host_block_count) * block_bytes
         raise CannotLoad(f"no memory for a KV cache of {needed} bytes: {error}") from error
 
 
-def _host(options: LoadOptions, pools: Pools, decoder: NativeDecoder) -> HostTier:
+def _host(options: LoadOptions, pools: Pools, decoder: NativeDecoder, lasting: LastingBytes | None) -> HostTier:
     """What host memory costs; a step runs either way, so that the first request meets warm code and threads."""
     count = min(MEASURED_TOKENS, options.token_budget, decoder.positions, (pools.block_count - 1) * pools.block_size)
     table = np.arange(1, 1 + -(-count // pools.block_size))
@@ -112,10 +114,14 @@ def _host(options: LoadOptions, pools: Pools, decoder: NativeDecoder) -> HostTie
         pools.copy(BlockCopies(Copying.SAVE, stored, kept))
         pools.copy(BlockCopies(Copying.LOAD, kept, stored))
 
-    recompute_seconds = _seconds(prefill, 1, options.now) / count
-    move_seconds = _seconds(move, MEASURED_TIMES, options.now) / moved
+    def measure() -> HostTier:
+        recompute_seconds = _seconds(prefill, 1, options.now) / count
+        move_seconds = _seconds(move, MEASURED_TIMES, options.now) / moved
+        return HostTier(host_blocks, move_seconds, recompute_seconds)
+
+    tier = measure() if lasting is None else lasting.tier(host_blocks, measure)
     pools.clear([*table.tolist(), *stored])
-    return HostTier(host_blocks, move_seconds, recompute_seconds)
+    return tier
 
 
 def _seconds(work: Callable[[], None], times: int, now: Callable[[], float]) -> float:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from cuelight.actors.executor.lasting import LastingBytes, in_use
 from cuelight.actors.executor.native.architecture import Architecture
 from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, CueKv
 from cuelight.messages.request import BlockCopies, Copying
@@ -52,19 +55,27 @@ class Memory:
 
 
 class Pools:
-    """Keys and values of `block_count` blocks for the kernels, and of `host_block_count` beside them.
+    """Keys and values of `block_count` blocks for the kernels, and of `host_block_count` beside them, in memory that
+    is `lasting` or of their own.
 
     Raises MemoryError.
     """
 
     def __init__(
-        self, architecture: Architecture, block_count: int, block_size: int, kind: int, host_block_count: int = 0
+        self,
+        architecture: Architecture,
+        block_count: int,
+        block_size: int,
+        kind: int,
+        host_block_count: int = 0,
+        lasting: LastingBytes | None = None,
     ) -> None:
         self._a, self._kind = architecture, kind
         self.block_count, self.block_size, self.host_block_count = block_count, block_size, host_block_count
         # Zeros that the system gives page by page, when a block is first written.
         self._device = self._zeros(block_count)
-        self._host = self._zeros(host_block_count)
+        self._lasting = lasting
+        self._host = self._zeros(host_block_count) if lasting is None else self._within(lasting, host_block_count)
 
     def _zeros(self, blocks: int) -> Memory:
         a = self._a
@@ -74,6 +85,16 @@ class Pools:
             return Memory(cast(Stored, np.zeros((*shape, a.head_dim), TYPES[self._kind])), scales)
         except (ValueError, OverflowError) as error:  # numpy cannot even count them
             raise MemoryError(str(error)) from error
+
+    def _within(self, lasting: LastingBytes, blocks: int) -> Memory:
+        a = self._a
+        shape = (a.layers, 2, blocks, a.kv_heads, self.block_size)
+        runs = math.prod(shape)
+        scales = np.frombuffer(lasting.data, np.float32, runs if self._kind == INT8 else 0)
+        numbers = np.frombuffer(lasting.data, TYPES[self._kind], runs * a.head_dim, scales.nbytes)
+        return Memory(
+            cast(Stored, numbers.reshape(*shape, a.head_dim)), scales.reshape(shape) if scales.size else scales
+        )
 
     @staticmethod
     def block_bytes(architecture: Architecture, block_size: int, kind: int) -> int:
@@ -107,7 +128,8 @@ class Pools:
         target = self._host if copies.copying is Copying.SAVE else self._device
         self._check(source, copies.sources)
         self._check(target, copies.targets)
-        target.take(copies.targets, source, copies.sources)
+        with nullcontext() if copies.copying is Copying.FORK else in_use(self._lasting):
+            target.take(copies.targets, source, copies.sources)
 
     def _check(self, memory: Memory, blocks: Sequence[int]) -> None:
         first = 0 if memory is self._host else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ class Availability:
     def __init__(self) -> None:
         self._unavailable: Callable[[], errors.EngineUnavailable] | None = not_started
         self._thread_id = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.drain: Drain | None = None
         """The drain that is under way."""
 
@@ -25,7 +27,7 @@ class Availability:
         """It is being started, on this thread. Raises EngineClosed where it was before."""
         if self._thread_id or self._unavailable is not not_started:
             raise errors.EngineClosed("an engine is started once; make another")
-        self._thread_id = threading.get_ident()
+        self._thread_id, self._loop = threading.get_ident(), asyncio.get_running_loop()
 
     def open(self) -> None:
         """It has started."""
@@ -63,9 +65,13 @@ class Availability:
     def check(self) -> None:
         """Whether it serves whoever asks here. Raises EngineUnavailable."""
         self.check_open()
-        if not self.is_own_thread:
+        self.check_here()
+
+    def check_here(self) -> None:
+        """Whether it is used where it was started. Raises EngineUnavailable."""
+        if not self.is_own_thread or _running_loop() not in (self._loop, None):
             raise errors.EngineUnavailable(
-                "requests are sent from the thread whose event loop runs the engine; from others, "
+                "an engine is used in the thread and the event loop in which it was started; from others, "
                 "use asyncio.run_coroutine_threadsafe(engine.generate(...), loop)"
             )
 
@@ -78,6 +84,14 @@ class Availability:
         """Raises EngineDraining."""
         if self.drain is not None:
             raise errors.EngineDraining("the engine finishes what it has begun, and takes nothing new")
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """A request may be sent between two runs of the loop as well."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def not_started() -> errors.EngineUnavailable:

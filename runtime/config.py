@@ -33,6 +33,9 @@ OPTIONAL_COUNTS: Mapping[str, int] = {
 WEIGHT_MIN = 1e-6
 WEIGHT_MAX = 1e6
 """Beyond, a tenant's counter would be lost in rounding."""
+SHOWN_MAX = 80
+"""Characters of a value in a message."""
+
 POLICIES = ("fcfs", "priority", "deadline", "fair")
 
 
@@ -135,42 +138,44 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {_listed(allowed)}, not {getattr(self, name)!r}")
+            if not is_one_of(allowed, value := getattr(self, name)):
+                raise ConfigError(f"{name} must be one of {_listed(allowed)}, not {shown(value)}")
+        if self.decoder == "native" and self.attention != "auto":
+            raise ConfigError(f"attention {self.attention!r} needs decoder 'transformers': the native one has its own")
         if not isinstance(self.device, str):
-            raise ConfigError(f"device must be a name such as 'cpu' or 'cuda', not {self.device!r}")
+            raise ConfigError(f"device must be a name such as 'cpu' or 'cuda', not {shown(self.device)}")
         if not isinstance(self.journal, str | os.PathLike | None):
-            raise ConfigError(f"journal must be the path of a file, not {self.journal!r}")
+            raise ConfigError(f"journal must be the path of a file, not {shown(self.journal)}")
         self._check_resume()
         check_policy(self.policy, self.aging_seconds, self.tenant_weights)
         if not isinstance(self.isolate_tenants, bool):
-            raise ConfigError(f"isolate_tenants must be True or False, not {self.isolate_tenants!r}")
+            raise ConfigError(f"isolate_tenants must be True or False, not {shown(self.isolate_tenants)}")
         if not isinstance(self.eager, bool | None):
-            raise ConfigError(f"eager must be True, False or None, not {self.eager!r}")
+            raise ConfigError(f"eager must be True, False or None, not {shown(self.eager)}")
         for name, at_least in OPTIONAL_COUNTS.items():
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), at_least=at_least)
         _check_count("restarts_max", self.restarts_max, at_least=0)
         if self.step_timeout_seconds is not None and not is_positive(self.step_timeout_seconds):
-            raise ConfigError(f"step_timeout_seconds must be a number above 0, not {self.step_timeout_seconds!r}")
+            raise ConfigError(f"step_timeout_seconds must be a number above 0, not {shown(self.step_timeout_seconds)}")
         for name in ("running_max", "queue_limit", "block_size", "steps_in_flight"):
             _check_count(name, getattr(self, name), at_least=1)
         self._check_memory()
         if not isinstance(self.watermark_fraction, int | float) or not 0 <= self.watermark_fraction < 1:
-            raise ConfigError(f"watermark_fraction must be in [0, 1), not {self.watermark_fraction!r}")
+            raise ConfigError(f"watermark_fraction must be in [0, 1), not {shown(self.watermark_fraction)}")
 
     def _check_resume(self) -> None:
         if not isinstance(self.resume, bool):
-            raise ConfigError(f"resume must be True or False, not {self.resume!r}")
+            raise ConfigError(f"resume must be True or False, not {shown(self.resume)}")
         if self.resume and self.journal is None:
             raise ConfigError("resume needs the journal to go on from: give journal=..., too")
         if not is_positive(self.resume_seconds):
-            raise ConfigError(f"resume_seconds must be a number above 0, not {self.resume_seconds!r}")
+            raise ConfigError(f"resume_seconds must be a number above 0, not {shown(self.resume_seconds)}")
 
     def _check_memory(self) -> None:
         fraction: object = self.memory_fraction
         if not is_positive(fraction) or fraction > 1:
-            raise ConfigError(f"memory_fraction must be a number above 0, at most 1, not {fraction!r}")
+            raise ConfigError(f"memory_fraction must be a number above 0, at most 1, not {shown(fraction)}")
         _check_count("host_block_count", self.host_block_count, at_least=0)
         if self.host_kv_cache_bytes is not None and self.host_block_count:
             raise ConfigError("host_block_count and host_kv_cache_bytes say the same: give one of them")
@@ -242,23 +247,38 @@ class RequestOptions(SamplingOptions, ServiceOptions, total=False):
 
 def check_policy(policy: object, aging_seconds: object, tenant_weights: object) -> None:
     """Raises ConfigError for a policy that does not exist, or that cannot be had with these numbers."""
-    if policy not in POLICIES:
-        raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+    if not is_one_of(POLICIES, policy):
+        raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {shown(policy)}")
     if not is_positive(aging_seconds):
-        raise ConfigError(f"aging_seconds must be a number above 0, not {aging_seconds!r}")
+        raise ConfigError(f"aging_seconds must be a number above 0, not {shown(aging_seconds)}")
     if tenant_weights is None:
         return
     if not isinstance(tenant_weights, Mapping) or not tenant_weights:
-        raise ConfigError(f"tenant_weights must map names of tenants to numbers, not {tenant_weights!r}")
+        raise ConfigError(f"tenant_weights must map names of tenants to numbers, not {shown(tenant_weights)}")
     for tenant, weight in tenant_weights.items():
         if not isinstance(tenant, str) or not is_positive(weight) or not WEIGHT_MIN <= float(weight) <= WEIGHT_MAX:
             raise ConfigError(
-                f"the weight of tenant {tenant!r} must be a number from {WEIGHT_MIN} to {WEIGHT_MAX}, not {weight!r}"
+                f"the weight of tenant {shown(tenant)} must be a number from {WEIGHT_MIN} to {WEIGHT_MAX}, "
+                f"not {shown(weight)}"
             )
 
 
 def _listed(allowed: Iterable[str | None]) -> str:
     return ", ".join(map(repr, allowed))
+
+
+def is_one_of(names: Iterable[str | None], value: object) -> bool:
+    """Whether this is one of the names; never raises, as comparing with just anything may."""
+    return isinstance(value, str | None) and value in tuple(names)
+
+
+def shown(value: object) -> str:
+    """A value in a message to whoever gave it, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # it is the caller's own, or a number of more digits than Python writes
+        return f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
 
 
 def is_positive(value: object) -> TypeGuard[int | float]:
@@ -268,7 +288,7 @@ def is_positive(value: object) -> TypeGuard[int | float]:
 
 def _check_count(name: str, value: object, *, at_least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ConfigError(f"{name} must be a whole number of at least {at_least}, not {value!r}")
+        raise ConfigError(f"{name} must be a whole number of at least {at_least}, not {shown(value)}")
 
 
 @dataclass(frozen=True)

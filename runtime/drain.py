@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from cuelight.config import is_positive
+from cuelight.config import is_positive, shown
 from cuelight.errors import ConfigError
 
 
@@ -34,5 +34,5 @@ class Drain:
 def check_timeout(seconds: object) -> float:
     """The deadline of a drain, in seconds. Raises ConfigError for one that cannot be met."""
     if not is_positive(seconds):
-        raise ConfigError(f"timeout_seconds must be a number above 0, not {seconds!r}; `stop` waits for nobody")
+        raise ConfigError(f"timeout_seconds must be a number above 0, not {shown(seconds)}; `stop` waits for nobody")
     return float(seconds)

@@ -18,7 +18,7 @@ import msgspec
 from cuelight import errors
 from cuelight.availability import Availability
 from cuelight.client import Result, Stream
-from cuelight.config import EngineConfig, EngineOptions, RequestOptions, check_policy
+from cuelight.config import EngineConfig, EngineOptions, RequestOptions, check_policy, shown
 from cuelight.conversation import Chat
 from cuelight.drain import check_timeout
 from cuelight.ensemble import Ensemble, gather
@@ -103,7 +103,12 @@ class Engine:
         await self._lifecycle.start()
 
     async def stop(self) -> None:
-        """End every request with EngineClosed and give everything back. Harmless when done twice."""
+        """End every request with EngineClosed and give everything back. Harmless when done twice.
+
+        Raises EngineUnavailable in another thread or event loop than the engine's.
+        """
+        if self._availability.is_open:
+            self._availability.check_here()
         await self._lifecycle.stop()
 
     async def drain(self, timeout_seconds: float) -> int:
@@ -165,7 +170,7 @@ class Engine:
                 raise errors.WrongType(f"{name} must be of type {kind.__name__}, and it is of {type(value).__name__}")
         self._availability.check()
         if position < 0:
-            raise errors.BadPosition(f"position is {position}; it must be at least 0")
+            raise errors.BadPosition(f"position is {shown(position)}; it must be at least 0")
         return self._requests.resume(RequestId(request_id), position, tenant)
 
     @property
@@ -214,7 +219,7 @@ class Engine:
             raise errors.WrongType(f"count must be a number, and it is of type {type(count).__name__}")
         limit = self._config.queue_limit
         if not 1 <= count <= limit:
-            raise errors.BadSampling(f"count is {count}; it must be from 1 to the queue limit, {limit}")
+            raise errors.BadSampling(f"count is {shown(count)}; it must be from 1 to the queue limit, {limit}")
         self._requests.check_new(count)
         return self._requests.samples(self._requests.read(prompt, options), count)
 
@@ -226,9 +231,13 @@ class Engine:
         Every prompt is checked before the first is served. Only as many are submitted at once as keep the batch full,
         so a long list neither fills the queue nor shuts others out. The first error cancels the rest and is raised.
         """
-        if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+        try:
+            listed = None if isinstance(prompts, str | bytes) else iter(prompts)
+        except TypeError:  # some say of themselves that they can be iterated over, and cannot
+            listed = None
+        if listed is None:
             raise errors.WrongType(f"prompts must be a list of prompts, and it is of type {type(prompts).__name__}")
-        asked = [self._requests.read(prompt, options) for prompt in prompts]
+        asked = [self._requests.read(prompt, options) for prompt in listed]
         return await self._requests.serve_all(asked, progress=progress)
 
     def chat(self, system: str | None = None, **options: Unpack[RequestOptions]) -> Chat:

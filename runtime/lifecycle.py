@@ -163,6 +163,8 @@ class Lifecycle:
             availability.drain = None
             self.health.enter("serving")
             raise
+        if self._is_broken:
+            availability.check_open()  # all have ended, and not in good order
         left = requests.left
         await self.stop()
         return left
@@ -214,6 +216,7 @@ class Lifecycle:
     def _ended(self) -> None:
         """Nobody serves any more, whether it was `stop` that said so or a host that cancelled all tasks."""
         if not self._is_broken:
+            self.health.enter("closed")
             self._end_service(closed)
 
     def _end_service(self, reason: Callable[[], errors.EngineUnavailable]) -> None:

@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias, TypeVar, assert_never
 from cuelight import errors
 from cuelight.actors.executor.building import load_model
 from cuelight.actors.executor.lasting import LastingMemory
-from cuelight.config import EngineConfig, read_facts
+from cuelight.config import EngineConfig, is_one_of, read_facts, shown
 from cuelight.ensemble import Ensemble, Lead, Roles, executor_part, lasting_memory, load_options
 from cuelight.fingerprint import Fingerprint, fingerprint
 from cuelight.kernel import Address, NotSendable, Part, Role, System
@@ -61,8 +61,8 @@ def stand_in(name: str, ensemble: Ensemble[B], config: EngineConfig, tokenizer: 
 
 def check_running(running: object) -> bool:
     """Whether what runs is to be recomputed. Raises ConfigError for what is neither that nor to be finished."""
-    if running not in RUNNING:
-        raise errors.ConfigError(f"running must be one of {', '.join(map(repr, RUNNING))}, not {running!r}")
+    if not is_one_of(RUNNING, running):
+        raise errors.ConfigError(f"running must be one of {', '.join(map(repr, RUNNING))}, not {shown(running)}")
     return running == "recompute"
 
 

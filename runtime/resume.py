@@ -9,6 +9,7 @@ import msgspec
 
 from cuelight import errors
 from cuelight.client import Inbox
+from cuelight.config import shown
 from cuelight.messages.intake import Submit
 from cuelight.messages.request import RequestId, Service
 from cuelight.past import Carried
@@ -39,13 +40,15 @@ class Unclaimed:
         if request_id in self._taken:
             raise errors.RequestTaken(f"request {request_id} has been picked up already")
         if request_id not in self._waiting:
-            raise errors.UnknownRequest(f"no request {request_id} waits to be picked up")
+            raise errors.UnknownRequest(f"no request {shown(request_id)} waits to be picked up")
         inbox, carried = self._waiting[request_id]
         if carried.service.tenant != tenant:
-            raise errors.WrongTenant(f"request {request_id} is not one of tenant {tenant!r}")
+            raise errors.WrongTenant(f"request {request_id} is not one of tenant {shown(tenant)}")
         known = max(len(inbox.token_ids), len(carried.output))
         if position > known:
-            raise errors.BadPosition(f"request {request_id} has come to {known} tokens, and not to {position} yet")
+            raise errors.BadPosition(
+                f"request {request_id} has come to {known} tokens, and not to {shown(position)} yet"
+            )
         del self._waiting[request_id]
         self._taken.add(request_id)
         return inbox

@@ -320,3 +320,22 @@ async def test_a_policy_can_be_set_many_times_at_once() -> None:
             with suppress(errors.EngineError):  # refused
                 engine.set_policy("fair", tenant_weights={"a": 1.0 + number})
         assert (await engine.generate("hello", max_tokens=3, tenant="a")).token_ids
+
+
+class Interrupt(BaseException):
+    """As Ctrl-C in the middle of anything, but for the loop."""
+
+
+@pytest.mark.parametrize("where", ["Engagement", "socket.socketpair"])
+async def test_an_interrupt_while_a_placed_actor_begins_leaves_a_system_that_can_be_stopped(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    monkeypatch.setattr(f"cuelight.kernel.placement.{where}", interrupt)
+    system = System([Part(PLAYER, lambda _: Deaf(), placement=OnThread())])
+    async with asyncio.timeout(SOON):
+        with pytest.raises(Interrupt):
+            await system.start()
+        await system.stop()

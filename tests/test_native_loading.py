@@ -448,6 +448,7 @@ def test_a_model_it_knows_is_served_natively_and_others_by_transformers(tmp_path
     tiny(tmp_path / "llama")
     assert isinstance(loading.load_device(options(tmp_path / "llama")), NativeRunner)
     assert isinstance(loading.load_device(options(tmp_path / "llama", decoder="transformers")), ModelRunner)
+    assert isinstance(loading.load_device(options(tmp_path / "llama", attention="reference")), ModelRunner)
     save(transformers.GemmaConfig(**GROUPED, head_dim=8), tmp_path / "gemma")
     assert isinstance(loading.load_device(options(tmp_path / "gemma")), ModelRunner)
 

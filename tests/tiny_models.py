@@ -101,7 +101,7 @@ def options(folder: Path, **others: object) -> LoadOptions:
         decoder="auto",
         dtype="float32",
         quantization=None,
-        attention="reference",
+        attention="auto",
         device="cpu",
         block_size=4,
         block_count=128,

@@ -18,9 +18,12 @@ log = get_logger("cuelight.executor")
 def load_device(options: LoadOptions) -> Device[Batch]:
     """The model on its device, with the fastest decoder that serves it there. Blocks. Raises CannotLoad."""
     wanted = _what_is_native(options)
-    if wanted and options.decoder == "transformers":
-        raise CannotLoad(f"{wanted} needs the native decoder, not decoder 'transformers'")
-    if options.decoder != "transformers" and _is_cpu(options.device):
+    # Backends of attention are the other decoder's: whoever asks for one asks for that.
+    is_other = options.decoder == "transformers" or options.attention != "auto"
+    if wanted and is_other:
+        other = "decoder 'transformers'" if options.attention == "auto" else f"attention {options.attention!r}"
+        raise CannotLoad(f"{wanted} needs the native decoder, not {other}")
+    if not is_other and _is_cpu(options.device):
         try:
             return native.load(options)
         except native.Unsuitable as reason:

@@ -235,6 +235,7 @@ def _create(path: Path, header: bytes) -> int:
         os.ftruncate(file, 0)
         os.lseek(file, 0, os.SEEK_SET)
         if os.write(file, header) < len(header):
+            os.ftruncate(file, 0)  # a part of it would be no journal to whoever comes next
             raise JournalError(f"the journal {path} cannot be created: there is no room for it")
     except OSError as error:
         os.close(file)

@@ -93,10 +93,10 @@ class Placed(Life):
 
     async def _launch(self) -> None:
         """Start the thread or process, with a connection to it."""
-        from cuelight.kernel.elsewhere import live  # which has a system of its own
-
         with ExitStack() as undo:
             undo.callback(self.ended, "it was not begun")
+            from cuelight.kernel.elsewhere import live  # which has a system of its own
+
             near, far = socket.socketpair()
             undo.enter_context(far)
             await self._wire.connect(near)

@@ -155,7 +155,14 @@ class System(Stage):
 
     async def _enter(self, seat: Seat) -> Life:
         """Bring a new life into being, wherever it is to be lived."""
-        return self._build(seat) if isinstance(seat.part.placement, InLoop) else await Placed(self, seat).open()
+        if isinstance(seat.part.placement, InLoop):
+            return self._build(seat)
+        try:
+            life = Placed(self, seat)
+        except BaseException:
+            seat.life = None  # which is half made: nothing of it has begun
+            raise
+        return await life.open()
 
     def _begin(self, seat: Seat) -> None:
         seat.task = self._group.create_task(self._live(seat), name=f"cuelight {seat.name}")

@@ -210,7 +210,7 @@ class Scheduler(Actor[SchedulerInbox]):
     def _look_after(self, neighbour: str, now: float) -> None:
         """A neighbour that does not answer is replaced, if it can be; and whoever asks is to know why they wait."""
         if (silence := self._work.doubts[neighbour].silence(now)) is not None:
-            reason = f"the {neighbour} has not answered for {silence:.2g} s"
+            reason = f"the {neighbour} has not answered for {round(silence, 1):g} s"
             log.error("stalled", reason=reason, running=len(self._work.running), waiting=len(self._work.waiting))
             self._work.chronicle.obstacle(reason, now)
             if neighbour in (EXECUTOR, REPORT, START):

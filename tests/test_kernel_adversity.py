@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
 import threading
+import types
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -339,3 +341,14 @@ async def test_an_interrupt_while_a_placed_actor_begins_leaves_a_system_that_can
         with pytest.raises(Interrupt):
             await system.start()
         await system.stop()
+
+
+async def test_a_main_module_that_was_exchanged_is_not_one_that_is_being_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever runs a program to measure it, such as coverage, puts the program's main module in place of its own."""
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    monkeypatch.setitem(sys.modules, "__mp_main__", types.ModuleType("__main__"))
+    system = System([Part(placed.SINK, lambda _: Deaf()), Part(placed.PLAYER, placed.player, RESTARTED, InProcess())])
+    await system.start()
+    await system.stop(drop=True, timeout_seconds=SOON)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import spawn
+from multiprocessing.process import current_process
 from typing import Final, Never
 
 import uvloop
@@ -189,7 +190,9 @@ def main(descriptor: int) -> None:
     try:
         with connection.makefile("rb") as words:
             _die_with(pickle.load(words))
+            current_process()._inheriting = True  # type: ignore[attr-defined]  # as `multiprocessing` marks its own
             spawn.prepare(pickle.load(words))
+            current_process()._inheriting = False  # type: ignore[attr-defined]
             engagement = pickle.load(words)
     except BaseException as error:
         with suppress(OSError):  # the parent is gone

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
+from multiprocessing.process import current_process
 from pathlib import Path
 from subprocess import DEVNULL, Popen
 from typing import NamedTuple
@@ -237,7 +238,7 @@ class _Guests(Seat):
 def _introduction(engagement: Engagement) -> bytes:
     """What a child process is sent first. Raises NotSendable for a part that no other process can import."""
     name = engagement.part.role.name
-    if sys.modules.get("__mp_main__", sys.modules["__main__"]) is not sys.modules["__main__"]:  # it is being imported
+    if getattr(current_process(), "_inheriting", False):  # this is a child, which imports the main module just now
         raise KernelError("a child imports this main module, which starts a system: guard it by __name__ == '__main__'")
     try:
         payload = pickle.dumps(engagement)

@@ -98,7 +98,8 @@ class Engine:
         Raises:
             ModelUnavailable: the model cannot be found, fetched or loaded.
             ConfigError: the journal cannot be created, or what is to be loaded cannot be sent to a process.
-            EngineClosed: this engine was started before.
+            EngineClosed: this engine was started before, or was stopped meanwhile.
+            EngineBroken: an actor could not be built, or crashed too often while the others started.
         """
         await self._lifecycle.start()
 
@@ -120,7 +121,7 @@ class Engine:
         Raises:
             ConfigError: `timeout_seconds` is no number above 0.
             EngineDraining: a drain is under way already, which goes on as it was.
-            EngineUnavailable: not started, closed, or broken.
+            EngineUnavailable: not started, closed, or broken; or it gave up meanwhile, and nobody finished.
         """
         seconds = check_timeout(timeout_seconds)
         self._availability.check()

@@ -121,7 +121,7 @@ class Engine:
         Raises:
             ConfigError: `timeout_seconds` is no number above 0.
             EngineDraining: a drain is under way already, which goes on as it was.
-            EngineUnavailable: not started, closed, or broken; or it gave up meanwhile, and nobody finished.
+            EngineUnavailable: not started, closed, or broken; or it gave up meanwhile.
         """
         seconds = check_timeout(timeout_seconds)
         self._availability.check()

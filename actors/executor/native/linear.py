@@ -200,7 +200,8 @@ class Arena:
 
 
 def _huge_pages(count: int) -> Bytes:
-    memory = mmap.mmap(-1, count)
+    # Private: what is shared counts as a file, and files have other rules for large pages.
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without them has other pages
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -26,6 +26,7 @@ from cuelight.actors.executor.native.attention import (
     Layout,
     Pool,
     layout,
+    wants_pairs,
 )
 from cuelight.actors.executor.native.ops import SmallKernels
 
@@ -60,16 +61,24 @@ def fastest(run: Callable[[], object], repetitions: int = REPETITIONS) -> float:
 class Step:
     """One step over the pools of all layers, with random contents."""
 
-    def __init__(self, sequences: list[tuple[int, int]], kind: int) -> None:
+    def __init__(self, sequences: list[tuple[int, int]], kind: int, paired: bool) -> None:
         self.sequences, self.kind = sequences, kind
         self.counts = [-(-context // BLOCK_SIZE) for _, context in sequences]
         self.blocks = sum(self.counts)
         self.random = np.random.default_rng(1)
         self.arrays = [self._layer() for _ in range(LAYERS)]
         self.pools = [
-            Pool(*(a.ctypes.data for a in data), kind, self.blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM, *scale_addresses)
+            Pool(
+                *(a.ctypes.data for a in data),
+                kind,
+                self.blocks,
+                KV_HEADS,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                *(a.ctypes.data for a in scales),
+                paired=paired,
+            )
             for data, scales in self.arrays
-            for scale_addresses in [[a.ctypes.data for a in scales]]
         ]
         self.layout = self._layout()
         self.q = self.random.standard_normal((self.layout.token_count, HEADS * HEAD_DIM)).astype(np.float32)
@@ -144,7 +153,7 @@ def attention_rows(native: ctypes.CDLL, ceilings: Ceilings) -> list[dict[str, ob
         for kind, form in forms:
             if native.cue_force_isa(FORMS[form]) != FORMS[form]:
                 continue
-            step = Step(sequences, kind)
+            step = Step(sequences, kind, wants_pairs(native, kind, BLOCK_SIZE, HEAD_DIM))
             kernels = AttentionKernels(native)
             ours = fastest(partial(step.run, kernels), 3 if form == "plain" else REPETITIONS)
             limits = ceilings.measure(20)

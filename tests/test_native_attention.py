@@ -11,7 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, AttentionKernels, Layout, Pool, layout
+from cuelight.actors.executor.native.attention import (
+    BF16,
+    FLOAT32,
+    INT8,
+    AttentionKernels,
+    Layout,
+    Pool,
+    layout,
+    wants_pairs,
+)
 from cuelight.actors.executor.native.ops import SmallKernels
 
 Array = npt.NDArray[Any]
@@ -58,6 +67,9 @@ class Shape:
     def heads(self) -> int:
         return self.kv_heads * self.group
 
+    def __str__(self) -> str:
+        return f"{self.kv_heads}x{self.group}x{self.head_dim}-{self.block_size}"
+
 
 SHAPES = [
     Shape(kv_heads=3, group=3, head_dim=64, block_size=16),
@@ -69,6 +81,14 @@ SHAPES = [
     Shape(kv_heads=1, group=5, head_dim=32, block_size=3),
     Shape(kv_heads=2, group=2, head_dim=96, block_size=16),
     Shape(kv_heads=1, group=1, head_dim=288, block_size=16),
+]
+
+PAIRED_SHAPES = [
+    Shape(kv_heads=3, group=3, head_dim=64, block_size=16),
+    Shape(kv_heads=2, group=1, head_dim=128, block_size=32),
+    Shape(kv_heads=1, group=7, head_dim=96, block_size=48),
+    Shape(kv_heads=1, group=2, head_dim=256, block_size=64),
+    Shape(kv_heads=2, group=4, head_dim=32, block_size=16),
 ]
 
 # (new tokens, context length) of each sequence.
@@ -83,8 +103,10 @@ STEPS = {
 class Paged:
     """A pool whose unused slots are NaN (or the largest int8 with scale NaN), and what is stored in it as float64."""
 
-    def __init__(self, shape: Shape, kind: int, chunks: list[tuple[int, int]], seed: int) -> None:
-        self.shape, self.kind, self.chunks = shape, kind, chunks
+    def __init__(
+        self, shape: Shape, kind: int, chunks: list[tuple[int, int]], seed: int, paired: bool = False
+    ) -> None:
+        self.shape, self.kind, self.chunks, self.paired = shape, kind, chunks, paired
         self.random = np.random.default_rng(seed)
         counts = [-(-context // shape.block_size) for _, context in chunks]
         blocks = sum(counts) + 2
@@ -102,6 +124,7 @@ class Paged:
             *dims,
             self.scales[0].ctypes.data if kind == INT8 else 0,
             self.scales[1].ctypes.data if kind == INT8 else 0,
+            paired,
         )
 
     def tokens(self, ranges: list[tuple[int, int]]) -> Layout:
@@ -122,6 +145,8 @@ class Paged:
         """Keys (0) or values (1) of a sequence in float64: [kv_heads, context, head_dim]."""
         shape, context = self.shape, self.chunks[sequence][1]
         data = self.stored[which][self.tables[sequence]]
+        if self.paired:
+            data = apart(data, which)
         if self.kind == BF16:
             data = from_bf16(data)
         values = data.astype(np.float64)
@@ -131,6 +156,14 @@ class Paged:
 
     def draw(self, *dims: int) -> Array:
         return self.random.standard_normal(dims).astype(np.float32)
+
+
+def apart(blocks: Array, which: int) -> Array:
+    """The keys (0) or values (1) of paired blocks, token by token."""
+    count, heads, size, dim = blocks.shape
+    if which == 0:
+        return blocks.reshape(count, heads, dim // 2, size, 2).transpose(0, 1, 3, 2, 4).reshape(blocks.shape)
+    return blocks.reshape(count, heads, size // 2, dim, 2).swapaxes(3, 4).reshape(blocks.shape)
 
 
 def reference(paged: Paged, q: Array, scale: float) -> Array:
@@ -150,11 +183,41 @@ def reference(paged: Paged, q: Array, scale: float) -> Array:
 
 
 @pytest.mark.parametrize("kind", [FLOAT32, BF16, INT8], ids=["float32", "bf16", "int8"])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.kv_heads}x{s.group}x{s.head_dim}-{s.block_size}")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("step", STEPS)
 def test_attention_is_what_float64_says(threads: ctypes.CDLL, step: str, shape: Shape, kind: int) -> None:
-    tolerance = WORDS_TOLERANCE if kind == INT8 and shape.head_dim % 32 == 0 else TOLERANCE
-    check(threads, Paged(shape, kind, STEPS[step], seed=7), lambda q: q, tolerance)
+    check(threads, Paged(shape, kind, STEPS[step], seed=7), lambda q: q, TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", [BF16, INT8], ids=["bf16", "int8"])
+@pytest.mark.parametrize("shape", PAIRED_SHAPES, ids=str)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("count", [1, 3], ids=["alone", "threads"])
+def test_attention_to_pairs_is_what_float64_says(
+    native: ctypes.CDLL, count: int, step: str, shape: Shape, kind: int
+) -> None:
+    skip_without_pairs(native, kind, shape)
+    before = native.cue_threads()
+    native.cue_set_threads(count)
+    try:
+        paged = Paged(shape, kind, STEPS[step], seed=7, paired=True)
+        if kind == BF16:
+            check(native, paged, rounded, BF16_TOLERANCE)
+        else:
+            check(native, paged, lambda q: q, WORDS_TOLERANCE)
+    finally:
+        native.cue_set_threads(before)
+
+
+def skip_without_pairs(native: ctypes.CDLL, kind: int, shape: Shape) -> None:
+    if not wants_pairs(native, kind, shape.block_size, shape.head_dim):
+        pytest.skip("no pairs here")
+
+
+def rounded(q: Array) -> Array:
+    """Queries as they meet bfloat16 keys."""
+    factor = np.float32(0.3) * np.float32(np.log2(np.e))
+    return from_bf16(to_bf16(q * factor)) / factor
 
 
 def check(native: ctypes.CDLL, paged: Paged, used: Callable[[Array], Array], tolerance: float) -> None:
@@ -173,25 +236,34 @@ def check(native: ctypes.CDLL, paged: Paged, used: Callable[[Array], Array], tol
     assert (out[:, -3:] == 42).all()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.kv_heads}x{s.group}x{s.head_dim}-{s.block_size}")
-@pytest.mark.parametrize("step", STEPS)
-def test_bf16_meets_queries_and_weights_of_bf16(bf16_words: ctypes.CDLL, step: str, shape: Shape) -> None:
-    factor = np.float32(0.3) * np.float32(np.log2(np.e))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bf16_chunks_meet_queries_and_weights_of_bf16(bf16_words: ctypes.CDLL, shape: Shape) -> None:
     words = shape.head_dim % 32 == 0
-    used = (lambda q: from_bf16(to_bf16(q * factor)) / factor) if words else (lambda q: q)
-    check(bf16_words, Paged(shape, BF16, STEPS[step], seed=7), used, BF16_TOLERANCE if words else TOLERANCE)
+    paged = Paged(shape, BF16, STEPS["prefill"], seed=7)
+    check(bf16_words, paged, rounded if words else lambda q: q, BF16_TOLERANCE if words else TOLERANCE)
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_a_bf16_value_that_is_not_finite_shows(bf16_words: ctypes.CDLL, chunk: int) -> None:
     for bad in (np.nan, np.inf, -np.inf):
         check_that_it_shows(bf16_words, BF16, bad, 5, chunk)
+        check_that_it_shows(bf16_words, BF16, bad, 5, chunk, paired=True)
 
 
 @pytest.mark.parametrize("kind", [FLOAT32, BF16, INT8], ids=["float32", "bf16", "int8"])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.kv_heads}x{s.group}x{s.head_dim}-{s.block_size}")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_keys_and_values_are_stored_in_the_pools_type(form: ctypes.CDLL, shape: Shape, kind: int) -> None:
-    paged = Paged(shape, kind, [(37, 37)], seed=3)
+    check_what_is_stored(form, Paged(shape, kind, [(37, 37)], seed=3), kind)
+
+
+@pytest.mark.parametrize("kind", [BF16, INT8], ids=["bf16", "int8"])
+@pytest.mark.parametrize("shape", PAIRED_SHAPES, ids=str)
+def test_keys_and_values_are_stored_in_pairs(form: ctypes.CDLL, shape: Shape, kind: int) -> None:
+    check_what_is_stored(form, Paged(shape, kind, [(37, 37)], seed=3, paired=True), kind)
+
+
+def check_what_is_stored(form: ctypes.CDLL, paged: Paged, kind: int) -> None:
+    shape = paged.shape
     step = paged.tokens([(0, 37)])
     keys, values = (paged.draw(37, shape.kv_heads, shape.head_dim) for _ in range(2))
     values[0] = 0
@@ -226,10 +298,14 @@ def test_bf16_rounds_as_torch_does(form: ctypes.CDLL) -> None:
 def test_a_value_that_is_not_finite_shows_in_every_type(form: ctypes.CDLL, bad: float, place: int, chunk: int) -> None:
     for kind in (FLOAT32, BF16, INT8):
         check_that_it_shows(form, kind, bad, place, chunk)
+        if wants_pairs(form, kind, 16, 64):
+            check_that_it_shows(form, kind, bad, place, chunk, paired=True)
 
 
-def check_that_it_shows(native: ctypes.CDLL, kind: int, bad: float, place: int, chunk: int) -> None:
-    paged = Paged(Shape(1, 2, 64, 16), kind, [(chunk, 20)], seed=1)
+def check_that_it_shows(
+    native: ctypes.CDLL, kind: int, bad: float, place: int, chunk: int, paired: bool = False
+) -> None:
+    paged = Paged(Shape(1, 2, 64, 16), kind, [(chunk, 20)], seed=1, paired=paired)
     values = paged.draw(20, 1, 64)
     values[3, 0, place] = bad
     kernels = AttentionKernels(native)
@@ -240,7 +316,7 @@ def check_that_it_shows(native: ctypes.CDLL, kind: int, bad: float, place: int, 
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=lambda s: f"{s.kv_heads}x{s.group}x{s.head_dim}-{s.block_size}")
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
 def test_rotary_embedding_turns_halves(form: ctypes.CDLL, shape: Shape, share: float) -> None:
     paged = Paged(shape, FLOAT32, [(3, 40), (20, 20)], seed=5)
     step = paged.tokens([(37, 40), (0, 20)])
@@ -285,9 +361,24 @@ def test_what_does_not_exist_is_refused(native: ctypes.CDLL) -> None:
         with pytest.raises(ValueError, match="does not exist"):
             kernels.attend(paged.pool, step, q, np.zeros_like(q), 9, 1.0)
     fine = layout(one, table[[0, 0]], one, [(0, 2, 20)], [table])
-    for change in ({"type": 3}, {"type": INT8}, {"head_dim": 0}, {"block_size": 0}, {"kv_heads": 0}):
+    for change in (
+        {"type": 3},
+        {"type": INT8},
+        {"head_dim": 0},
+        {"block_size": 0},
+        {"kv_heads": 0},
+        {"paired": True},
+        {"paired": True, "type": BF16, "block_size": 8},
+        {"paired": True, "type": BF16, "head_dim": 48},
+    ):
         with pytest.raises(ValueError, match=r"does not exist|contiguous"):
             kernels.write(replace(paged.pool, **change), fine, k, k)
+    native.cue_force_isa(0)
+    try:
+        with pytest.raises(ValueError, match="does not exist"):  # plain code multiplies no pairs
+            kernels.attend(replace(paged.pool, type=BF16, paired=True), fine, q, np.zeros_like(q), 9, 1.0)
+    finally:
+        native.cue_force_isa(-1)
         with pytest.raises(ValueError, match="does not exist"):
             kernels.attend(replace(paged.pool, **change), fine, q, np.zeros_like(q), 9, 1.0)
     with pytest.raises(ValueError, match="does not exist"):

@@ -17,7 +17,7 @@ import transformers
 from tiny_models import NATIVE, edit_config, save
 
 from cuelight.actors.executor.native.architecture import Architecture, read_architecture
-from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout
+from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout, wants_pairs
 from cuelight.actors.executor.native.decoder import PARTS, NativeDecoder, NativeWeights
 from cuelight.actors.executor.native.linear import Kind, LinearKernels
 from cuelight.actors.executor.native.pool import Pools
@@ -117,7 +117,8 @@ class Steps:
         self.architecture = read_architecture(folder)
         tensors: dict[str, Tensor] = dict(read_weights(folder))
         weights = NativeWeights.pack(native, self.architecture, tensors, kind)
-        self.pools = Pools(self.architecture, 60, block_size, stored)
+        paired = wants_pairs(native, stored, block_size, self.architecture.head_dim)
+        self.pools = Pools(self.architecture, 60, block_size, stored, paired=paired)
         self.pools._device.numbers[:] = {FLOAT32: 1000, BF16: 0x7FC0, INT8: 127}[stored]
         self.pools._device.scales[:] = np.nan
         self.decoder = NativeDecoder(native, weights, self.pools.structures(), 64)
@@ -217,13 +218,35 @@ def test_rows_of_bfloat16_give_nearly_the_same_logits(
     check_narrower(bf16_words, folder_of(family), Kind.BF16, BF16, 0.02, 0.02)
 
 
+@pytest.mark.parametrize(
+    ("kind", "stored", "of_weights", "of_rows"), [(Kind.BF16, BF16, 0.02, 0.02), (Kind.INT8, INT8, 0.06, 0.06)]
+)
+def test_a_paired_pool_gives_nearly_the_same_logits(
+    native: ctypes.CDLL,
+    folder_of: Callable[[str], Path],
+    kind: Kind,
+    stored: int,
+    of_weights: float,
+    of_rows: float,
+) -> None:
+    if not wants_pairs(native, stored, 16, 32):
+        pytest.skip("this machine multiplies no pairs of these")
+    check_narrower(native, folder_of("qwen3, wide"), kind, stored, of_weights, of_rows, 16)
+
+
 def check_narrower(
-    native: ctypes.CDLL, folder: Path, kind: Kind, stored: int, of_weights: float, of_rows: float
+    native: ctypes.CDLL,
+    folder: Path,
+    kind: Kind,
+    stored: int,
+    of_weights: float,
+    of_rows: float,
+    block_size: int = 3,
 ) -> None:
     whole = Whole.of(folder)
     rounded = whole.rounded(LinearKernels(native), kind)
     texts = texts_of(whole.architecture.vocabulary)
-    steps = Steps(native, folder, kind, block_size=3, stored=stored)
+    steps = Steps(native, folder, kind, block_size=block_size, stored=stored)
     got, exact, near = (
         np.concatenate(list(each)) for each in (steps.run(texts), map(whole.logits, texts), map(rounded.logits, texts))
     )

@@ -82,7 +82,8 @@ struct Call {
 bool valid(const Call& call) {
     const CueKv& kv = call.kv;
     const CueSequences& all = call.sequences;
-    if (!usable(kv) || call.heads < 1 || call.heads % kv.kv_heads != 0) return false;
+    if (!usable(kv) || (kv.paired && !multiplies_pairs(kv.type))) return false;
+    if (call.heads < 1 || call.heads % kv.kv_heads != 0) return false;
     for (int i = 0; i < all.count; ++i) {
         const int64_t length = all.context_lengths[i], at = all.table_offsets[i];
         const int64_t needed = (length + kv.block_size - 1) / kv.block_size;
@@ -91,6 +92,11 @@ bool valid(const Call& call) {
             if (all.blocks[entry] < 0 || all.blocks[entry] >= kv.blocks) return false;
     }
     return true;
+}
+
+// Where part `part` of a context begins: whole registers of tokens before it.
+int64_t bound(int64_t length, int part, int parts) {
+    return part == parts ? length : length * part / parts / kPairLanes * kPairLanes;
 }
 
 // `parts_wanted` is 0 where there is one thread.
@@ -103,7 +109,7 @@ void plan_decode(const Call& call, int i, int parts_wanted, Plan& plan) {
     for (int head = 0; head < call.kv.kv_heads; ++head) {
         if (parts > 1) plan.splits.push_back({i, head, plan.parts, parts});
         for (int part = 0; part < parts; ++part)
-            plan.pieces.push_back({i, head, length * part / parts, length * (part + 1) / parts, 0, 1,
+            plan.pieces.push_back({i, head, bound(length, part, parts), bound(length, part + 1, parts), 0, 1,
                                    parts > 1 ? plan.parts++ : -1});
     }
 }
@@ -137,7 +143,7 @@ void make_plan(const Call& call, Plan& plan) {
     });
 }
 
-void run_piece(const Call& call, const Piece& piece, float* parts) {
+AttentionTask task_of(const Call& call, const Piece& piece) {
     const int n = call.kv.head_dim, group = call.group();
     const int64_t row = call.sequences.starts[piece.sequence] + piece.first, column = piece.kv_head * group * n;
     AttentionTask task{};
@@ -148,15 +154,28 @@ void run_piece(const Call& call, const Piece& piece, float* parts) {
     task.kv_head = piece.kv_head, task.group = group;
     task.begin = piece.begin, task.end = piece.end, task.queries = piece.queries;
     task.scale = call.scale * kLog2E;
+    return task;
+}
+
+void run_piece(const Call& call, const Plan& plan, int i, float* parts) {
+    const Piece& piece = plan.pieces[static_cast<size_t>(i)];
+    const int n = call.kv.head_dim, group = call.group();
+    const auto is_decode = [&](const Piece& some) { return call.count(some.sequence) == 1; };
+    AttentionTask task = task_of(call, piece), following;
     const Isa form = isa();
-    if (call.count(piece.sequence) == 1) {
-        if (piece.part >= 0) task.partial = parts + int64_t{piece.part} * group * (n + 2);
-        task.scratch = scratch.room(scratch_one_forms[form](n));
-        one_forms[form](task);
-    } else {
+    if (!is_decode(piece)) {
         task.scratch = scratch.room(scratch_tile_forms[form](piece.queries * group, n));
-        tile_forms[form](task);
+        return tile_forms[form](task);
     }
+    if (piece.part >= 0) task.partial = parts + int64_t{piece.part} * group * (n + 2);
+    task.scratch = scratch.room(scratch_one_forms[form](n));
+    // Threads take pieces in turns.
+    const size_t then = static_cast<size_t>(i + cue_threads());
+    if (then < plan.pieces.size() && is_decode(plan.pieces[then])) {
+        following = task_of(call, plan.pieces[then]);
+        task.following = &following;
+    }
+    one_forms[form](task);
 }
 
 // Each part is, per query head: its maximum, its sum of weights, and its weighted values.
@@ -189,7 +208,7 @@ extern "C" int cue_attend(const CueKv* kv, const CueSequences* sequences, const 
     cue::make_plan(call, plan);
     float* const parts = kept.room(static_cast<size_t>(plan.parts) * call.group() * (kv->head_dim + 2));
     const cue::Plan& made = plan;
-    cue::parallel(static_cast<int>(made.pieces.size()), [&](int i) { cue::run_piece(call, made.pieces[i], parts); });
+    cue::parallel(static_cast<int>(made.pieces.size()), [&](int i) { cue::run_piece(call, made, i, parts); });
     for (const cue::Split& split : made.splits) cue::put_together(call, split, parts);
     return 0;
 }

@@ -21,7 +21,8 @@ struct CueSequences {
 
 // out[t, h] = softmax(scale * q[t, h] . keys) . values over what token t may see: itself and all before it in its text.
 // `heads` query heads, each `heads / kv_heads` neighbours share one KV head. Rows of q and out are `q_stride` and
-// `out_stride` floats apart. Returns 0, or -1 and does nothing if the pool makes no sense, a table names a block that
+// `out_stride` floats apart. Returns 0, or -1 and does nothing if the pool makes no sense or is
+// paired and this machine does not multiply pairs, a table names a block that
 // does not exist or is too short, or a chunk is empty or longer than its context.
 int cue_attend(const CueKv* kv, const CueSequences* sequences, const float* q, int64_t q_stride, float* out,
                int64_t out_stride, int32_t heads, float scale);
@@ -42,6 +43,7 @@ struct AttentionTask {
     float scale;               // log2(e) times the caller's
     float* partial;            // decodes of a part of the context: where its result goes, else null
     float* scratch;
+    const AttentionTask* following;  // of a decode: perhaps this thread's next one, or null
 };
 
 }  // namespace cue

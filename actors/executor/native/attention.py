@@ -27,7 +27,7 @@ class CueKv(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         ("blocks", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("type", "kv_heads", "block_size", "head_dim")),
+        *((name, ctypes.c_int32) for name in ("type", "kv_heads", "block_size", "head_dim", "paired")),
     )
 
 
@@ -54,7 +54,8 @@ class CueSequences(ctypes.Structure):
 class Pool:
     """Addresses of one layer's keys and values, [blocks, kv_heads, block_size, head_dim] of `type`.
 
-    For `INT8` the scales are float32 [blocks, kv_heads, block_size].
+    For `INT8` the scales are float32 [blocks, kv_heads, block_size]. Where the pool is `paired`, keys are
+    [blocks, kv_heads, head_dim / 2, block_size, 2] and values [blocks, kv_heads, block_size / 2, head_dim, 2].
     """
 
     keys: int
@@ -66,6 +67,7 @@ class Pool:
     head_dim: int
     key_scales: int = 0
     value_scales: int = 0
+    paired: bool = False
 
     def structure(self) -> CueKv:
         """For the library."""
@@ -79,6 +81,7 @@ class Pool:
             self.kv_heads,
             self.block_size,
             self.head_dim,
+            self.paired,
         )
 
 
@@ -113,6 +116,11 @@ def layout(
         CueSequences(*(a.ctypes.data for a in (starts, stops, lengths, ends, entries)), len(entries), len(sequences)),
         arrays,
     )
+
+
+def wants_pairs(library: ctypes.CDLL, kind: int, block_size: int, head_dim: int) -> bool:
+    """Whether pools of this kind should be paired: this machine multiplies pairs, and both sizes are whole registers."""
+    return bool(library.cue_pairs(kind, block_size, head_dim))
 
 
 class AttentionKernels:

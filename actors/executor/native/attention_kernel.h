@@ -1,21 +1,21 @@
 // Included by each_isa.h: one query token against a context, keys and values read once for all heads of a group.
+// Asks for memory before it is needed: the runs of a table lie apart, where no processor would guess them.
+template <class T>
+inline void prefetch(const T* data, int count) {
+    const char* bytes = reinterpret_cast<const char*>(data);
+    // Into the second cache: measured, memory gives half as much again or more than when the first one asks.
+    for (int i = 0; i < count * static_cast<int>(sizeof(T)); i += 64) __builtin_prefetch(bytes + i, 0, 2);
+}
+
 #if CUE_WORDS
 #include "words.h"
+#include "pairs.h"
 #endif
 #include "attention_tile.h"
 
 constexpr int kTogether = kRegisters / 8;  // tokens whose dot products run side by side
 constexpr int kSegment = 64;               // tokens between two looks at the running maximum
 constexpr int kHeadsMax = 4;               // query heads per pass over the context
-
-// Asks for memory before it is needed: the runs of a table lie apart, where no processor would guess them.
-template <class T>
-inline void prefetch(const T* data, int count) {
-    const char* bytes = reinterpret_cast<const char*>(data);
-    // The keys and values of a segment fill the first cache, except where they are small.
-    constexpr int kNear = sizeof(T) == 1 ? 3 : 2;
-    for (int i = 0; i < count * static_cast<int>(sizeof(T)); i += 64) __builtin_prefetch(bytes + i, 0, kNear);
-}
 
 // Where some tokens lie. Behind the last one it stands again and again: never a row that is not ours to read.
 template <class T>
@@ -162,22 +162,29 @@ CUE_APART float soften(float* scores, int count, float& most, float& total) {
 // How `attend_heads` multiplies, in floats.
 template <class T, int G>
 struct FloatProducts {
-    void begin(float*, int) {}
-    void score(const Segment<T>& segment, const float* q, int padded, int n, float* scores) const {
-        score_floats<T, G>(segment, q, padded, n, scores);
+    using Some = Segment<T>;
+
+    void begin(const AttentionTask& task, float*, const Some& first) {
+        for (const T* keys : first.keys) prefetch(keys, task.kv->head_dim);
     }
-    void add_values(const Segment<T>& segment, const Segment<T>& next, const float* weights, const float* shrink,
-                    float* out, int padded, int n) const {
-        add_all_values<T, G>(segment, next, weights, shrink, out, padded, n);
+    void score(const AttentionTask& task, const Some& segment, const Some&, const float* q, int padded,
+               float* scores) const {
+        score_floats<T, G>(segment, q, padded, task.kv->head_dim, scores);
+        for (int h = 0; h < G; ++h) scale_by(scores + h * kSegment, task.kv->key_scales, segment);
+    }
+    void add_values(const AttentionTask& task, const Some& segment, const Some& next, float* weights,
+                    const float* shrink, float* out, int padded) const {
+        for (int h = 0; h < G; ++h) scale_by(weights + h * kSegment, task.kv->value_scales, segment);
+        add_all_values<T, G>(segment, next, weights, shrink, out, padded, task.kv->head_dim);
     }
 };
 
 #if CUE_WORDS
-#include "attention_words.h"
+#include "attention_pairs.h"
 #endif
 
 // G heads from `head` of the group on.
-template <class T, int G, class Products>
+template <int G, class Products>
 void attend_heads(const AttentionTask& task, int head) {
     const int n = task.kv->head_dim, padded = (n + W - 1) / W * W;
     float* const q = task.scratch;
@@ -192,24 +199,21 @@ void attend_heads(const AttentionTask& task, int head) {
             store(out + h * padded + i, zero());
         }
     }
+    // What comes after the context: it again for the next heads, or what the thread is likely to do next.
+    const AttentionTask& following = head + G < task.group || task.following == nullptr ? task : *task.following;
     Products products;
-    products.begin(q, n);
-    Segment<T> segments[2];
+    typename Products::Some segments[2];
     locate(task, task.begin, segments[0]);
-    for (const T* keys : segments[0].keys) prefetch(keys, n);
+    products.begin(task, q, segments[0]);
     for (int64_t begin = task.begin, turn = 0; begin < task.end; begin += kSegment, turn ^= 1) {
-        const Segment<T>& segment = segments[turn];
-        Segment<T>& next = segments[turn ^ 1];
+        const auto& segment = segments[turn];
+        auto& next = segments[turn ^ 1];
         const int64_t after = begin + kSegment;
-        locate(task, after < task.end ? after : begin, next);
-        products.score(segment, q, padded, n, weights);
-        for (int h = 0; h < G; ++h) {
-            float* const mine = weights + h * kSegment;
-            scale_by(mine, task.kv->key_scales, segment);
-            shrink[h] = soften(mine, segment.count, most[h], total[h]);
-            scale_by(mine, task.kv->value_scales, segment);
-        }
-        products.add_values(segment, next, weights, shrink, out, padded, n);
+        if (after < task.end) locate(task, after, next);
+        else locate(following, following.begin, next);
+        products.score(task, segment, next, q, padded, weights);
+        for (int h = 0; h < G; ++h) shrink[h] = soften(weights + h * kSegment, segment.count, most[h], total[h]);
+        products.add_values(task, segment, next, weights, shrink, out, padded);
     }
     for (int h = 0; h < G; ++h) {
         float* to = task.out + (head + h) * n;
@@ -223,14 +227,14 @@ void attend_heads(const AttentionTask& task, int head) {
     }
 }
 
-template <class T, template <int> class Products>
+template <template <int> class Products>
 inline void attend_group(const AttentionTask& task) {
     int head = 0;
-    for (; head + 4 <= task.group; head += 4) attend_heads<T, 4, Products<4>>(task, head);
+    for (; head + 4 <= task.group; head += 4) attend_heads<4, Products<4>>(task, head);
     switch (task.group - head) {
-        case 3: return attend_heads<T, 3, Products<3>>(task, head);
-        case 2: return attend_heads<T, 2, Products<2>>(task, head);
-        case 1: return attend_heads<T, 1, Products<1>>(task, head);
+        case 3: return attend_heads<3, Products<3>>(task, head);
+        case 2: return attend_heads<2, Products<2>>(task, head);
+        case 1: return attend_heads<1, Products<1>>(task, head);
     }
 }
 
@@ -243,15 +247,15 @@ using Int8Products = FloatProducts<int8_t, G>;
 
 void attend_one(const AttentionTask& task) {
 #if CUE_WORDS
-    if (task.kv->type == kInt8 && fits_words(task.kv->head_dim)) return attend_group<int8_t, Int8WordProducts>(task);
+    if (task.kv->paired && task.kv->type == kInt8) return attend_group<Int8PairProducts>(task);
 #if CUE_X86_BF16
-    if (bf16_words(*task.kv)) return attend_group<Bf16, Bf16WordProducts>(task);
+    if (task.kv->paired && task.kv->type == kBf16) return attend_group<Bf16PairProducts>(task);
 #endif
 #endif
     switch (task.kv->type) {
-        case kFloat32: return attend_group<float, Float32Products>(task);
-        case kBf16: return attend_group<Bf16, Bf16Products>(task);
-        case kInt8: return attend_group<int8_t, Int8Products>(task);
+        case kFloat32: return attend_group<Float32Products>(task);
+        case kBf16: return attend_group<Bf16Products>(task);
+        case kInt8: return attend_group<Int8Products>(task);
     }
 }
 

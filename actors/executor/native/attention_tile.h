@@ -17,6 +17,9 @@ struct Tile {
     float* total;   // [rows, W]: one sum for each lane
     float* shrink;  // [rows]
     float* scales;  // by words: of the rows of q, [rows]; of keys, [kKeys]; what weights are multiplied by, [kKeys]
+    const void* key_groups[kWide];      // by words: where each W keys lie, as pairs of dimensions,
+    int64_t key_step;                   // so many numbers from pair to pair;
+    const void* value_groups[kWide];    // and W values, as pairs of tokens
     float value_scale;  // by words: what a word of values times one of weights stands for
 };
 
@@ -221,9 +224,10 @@ inline void attend_tile_by(const AttentionTask& task) {
 
 void attend_tile(const AttentionTask& task) {
 #if CUE_WORDS
-    if (task.kv->type == kInt8 && fits_words(task.kv->head_dim)) return attend_tile_by<WordTile<Int8Words>>(task);
+    if (task.kv->paired && task.kv->type == kInt8) return attend_tile_by<WordTile<Int8Words>>(task);
 #if CUE_X86_BF16
-    if (bf16_words(*task.kv)) return attend_tile_by<WordTile<Bf16Words>>(task);
+    if (task.kv->type == kBf16 && has_bf16() && task.kv->head_dim % kWords == 0)
+        return attend_tile_by<WordTile<Bf16Words>>(task);
 #endif
 #endif
     attend_tile_by<FloatTile>(task);

@@ -16,24 +16,37 @@ inline void scale_weights(Tile& tile, const float* scales) {
     tile.value_scale = most / kWordMax;
 }
 
-// `count` keys and values, zeros behind them.
+// Where the keys and values of a paired pool lie; what lies there behind `count` is not to be used.
 template <class P>
-CUE_APART void fetch_words(const AttentionTask& task, int64_t begin, int count, Tile& tile) {
+CUE_APART void find_pairs(const AttentionTask& task, int64_t begin, int count, Tile& tile) {
+    Groups<P> groups;
+    locate(task, begin, groups);
+    tile.key_step = 2 * task.kv->block_size;
+    for (int g = 0; g < kWide; ++g) tile.key_groups[g] = groups.keys[g], tile.value_groups[g] = groups.values[g];
+    if (!P::kScaled) return;
+    float value_scales[kKeys];
+    for (int t = 0; t < kKeys; t += W) {
+        const int64_t index = groups.index[t / W];
+        store(key_scales(tile) + t, choose_first(count - t, load(task.kv->key_scales + index), zero()));
+        store(value_scales + t, choose_first(count - t, load(task.kv->value_scales + index), zero()));
+    }
+    scale_weights(tile, value_scales);
+}
+
+// Pairs of the bfloat16 of a pool that is not paired, zeros behind `count` of them.
+template <class P>
+CUE_APART void make_pairs(const AttentionTask& task, int64_t begin, int count, Tile& tile) {
     const CueKv& kv = *task.kv;
     using T = typename P::Stored;
     const T* keys[kKeys];
     const T* values[kKeys];
-    float value_scales[kKeys] = {};
-    if (P::kScaled) std::memset(key_scales(tile), 0, kKeys * sizeof(float));
     int64_t entry = begin / kv.block_size, offset = begin % kv.block_size;
     for (int t = 0; t < count; ++t) {
         const int64_t index = (task.table[entry] * kv.kv_heads + task.kv_head) * kv.block_size + offset;
         keys[t] = static_cast<const T*>(kv.keys) + index * tile.n;
         values[t] = static_cast<const T*>(kv.values) + index * tile.n;
-        if (P::kScaled) key_scales(tile)[t] = kv.key_scales[index], value_scales[t] = kv.value_scales[index];
         if (++offset == kv.block_size) ++entry, offset = 0;
     }
-    if (P::kScaled) scale_weights(tile, value_scales);
     for (int t = 0; t < kKeys; t += 2)
         for (int i = 0; i < tile.n; i += kWords) {
             const Words a = t < count ? P::load(values[t] + i) : no_words();
@@ -48,32 +61,43 @@ CUE_APART void fetch_words(const AttentionTask& task, int64_t begin, int count, 
             transpose(square);
             for (int r = 0; r < W; ++r) store(tile.keys + (i / 2 + r) * kKeys + t, square[r]);
         }
+    tile.key_step = 2 * kKeys;
+    for (int g = 0; g < kWide; ++g) {
+        tile.key_groups[g] = tile.keys + g * W;
+        tile.value_groups[g] = tile.values + g * W / 2 * tile.n;
+    }
 }
 
-// As `multiply`, of `pairs` pairs of words; strides in floats. Loops over registers are
-// unrolled by name: what is not, compilers keep in memory.
-template <class P, int N>
-inline void multiply_words(const float* left, int left_stride, const float* right, int right_stride, int pairs,
+// sum[r] += row r of `left` (floats apart, pairs side by side) times pairs `from` up to `to` of `right`.
+template <class P, int N, class Right>
+inline void multiply_pairs(const float* left, int stride, int from, int to, Right right,
                            typename P::Sums (&sum)[kRows][N]) {
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-        for (int c = 0; c < N; ++c) sum[r][c] = P::none();
-    for (int k = 0; k < pairs; ++k) {
+    for (int k = from; k < to; ++k) {
         Words some[N];
 #pragma GCC unroll 4
-        for (int c = 0; c < N; ++c) some[c] = as_words(load(right + k * right_stride + c * W));
+        for (int c = 0; c < N; ++c) some[c] = right(k, c);
 #pragma GCC unroll 6
         for (int r = 0; r < kRows; ++r) {
-            const Words pair = as_words(set1(left[r * left_stride + k]));
+            const Words pair = as_words(set1(left[r * stride + k]));
 #pragma GCC unroll 4
             for (int c = 0; c < N; ++c) P::add_products(sum[r][c], pair, some[c]);
         }
     }
 }
 
+// Loops over registers are unrolled by name: what is not, compilers keep in memory.
+template <class P, int N>
+inline void clear(typename P::Sums (&sum)[kRows][N]) {
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int c = 0; c < N; ++c) sum[r][c] = P::none();
+}
+
 template <class P>
 struct WordTile {
+    using T = typename P::Stored;
+
     static void begin(Tile& tile) {
         for (int r = 0; r < tile.rows_padded; ++r) {
             float* const row = tile.q + r * tile.n;
@@ -83,13 +107,19 @@ struct WordTile {
     }
 
     static void fetch(const AttentionTask& task, int64_t begin, int count, Tile& tile) {
-        fetch_words<P>(task, begin, count, tile);
+        if (task.kv->paired) find_pairs<P>(task, begin, count, tile);
+        else make_pairs<P>(task, begin, count, tile);
     }
 
     template <int N>
     static void score(Tile& tile, int row) {
+        const T* keys[N];
+        for (int c = 0; c < N; ++c) keys[c] = static_cast<const T*>(tile.key_groups[c]);
+        const int64_t step = tile.key_step;
         typename P::Sums sum[kRows][N];
-        multiply_words<P, N>(tile.q + row * tile.n, tile.n, tile.keys, kKeys, tile.n / 2, sum);
+        clear<P, N>(sum);
+        multiply_pairs<P, N>(tile.q + row * tile.n, tile.n, 0, tile.n / 2,
+                             [&](int k, int c) { return P::load(keys[c] + k * step); }, sum);
 #pragma GCC unroll 4
         for (int c = 0; c < N; ++c) {
             const F scale = P::kScaled ? load(key_scales(tile) + c * W) : set1(1.0f);
@@ -112,8 +142,19 @@ struct WordTile {
 
     template <int N>
     static void add_columns(Tile& tile, int count, int row, int i) {
+        const float* const weights = tile.weights + row * kKeys;
         typename P::Sums sum[kRows][N];
-        multiply_words<P, N>(tile.weights + row * kKeys, kKeys, tile.values + i, tile.n, (count + 1) / 2, sum);
+        clear<P, N>(sum);
+        for (int g = 0; g * W < count; ++g) {
+            const int from = g * W / 2, whole = count / 2, last = from + W / 2;
+            const T* const values = static_cast<const T*>(tile.value_groups[g]) + 2 * i - from * 2 * tile.n;
+            const auto row_of = [&](int k, int c) { return P::load(values + k * 2 * tile.n + c * kWords); };
+            multiply_pairs<P, N>(weights, kKeys, from, whole < last ? whole : last, row_of, sum);
+            if (count % 2 == 0 || whole >= last) continue;
+            // What nobody has written may be NaN, which no weight of 0 takes away.
+            const auto half = [&](int k, int c) { return _mm512_and_si512(row_of(k, c), _mm512_set1_epi32(0xffff)); };
+            multiply_pairs<P, N>(weights, kKeys, whole, whole + 1, half, sum);
+        }
 #pragma GCC unroll 6
         for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4

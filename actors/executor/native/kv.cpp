@@ -10,7 +10,7 @@ namespace cue {
 namespace {
 
 // Handing tokens to another thread takes about as long as so many of them.
-constexpr int kTokensPerTask = 8;
+constexpr int kTokensPerTask = 16;
 
 decltype(&plain::write_token) const write_forms[] = CUE_FORMS(write_token);
 decltype(&plain::turn) const turn_forms[] = CUE_FORMS(turn);
@@ -34,6 +34,10 @@ void for_each_token(int count, Body&& body) {
 
 }  // namespace
 }  // namespace cue
+
+extern "C" int cue_pairs(int32_t type, int32_t block_size, int32_t head_dim) {
+    return cue::multiplies_pairs(type) && cue::fits_pairs(type, block_size, head_dim);
+}
 
 extern "C" int cue_write_kv(const CueKv* kv, const CueSlots* slots, const float* keys, const float* values,
                             int64_t stride) {

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "isa.h"
+
 namespace cue {
 
 struct Bf16 {
@@ -34,6 +36,8 @@ extern "C" {
 
 // One layer's pool. `keys` and `values` are [blocks, kv_heads, block_size, head_dim] of `type`; for int8 the value is
 // the number times the scale of its (block, head, token): scales are [blocks, kv_heads, block_size], else null.
+// Where the pool is `paired`, keys are [blocks, kv_heads, head_dim / 2, block_size, 2], pairs of dimensions, and values
+// [blocks, kv_heads, block_size / 2, head_dim, 2], pairs of tokens: what instructions that add two products multiply.
 struct CueKv {
     void* keys;
     void* values;
@@ -41,6 +45,7 @@ struct CueKv {
     float* value_scales;
     int64_t blocks;
     int32_t type, kv_heads, block_size, head_dim;
+    int32_t paired;
 };
 
 // Where the tokens of a step stand: token t of T has position `positions[t]` in its text and its keys and values go to
@@ -51,6 +56,9 @@ struct CueSlots {
     const int64_t* offsets;
     int32_t count;
 };
+
+// Whether a pool of this kind should be paired: this machine multiplies pairs, and the sizes are whole registers of them.
+int cue_pairs(int32_t type, int32_t block_size, int32_t head_dim);
 
 // Both return 0, or -1 and do nothing if the pool makes no sense or a slot or a position does not exist.
 
@@ -66,10 +74,24 @@ int cue_rope_write(const CueKv* kv, const CueSlots* slots, float* qkv, int32_t h
 
 namespace cue {
 
+// Tokens whose keys fill a register with their pairs, and dimensions whose pairs of values do.
+constexpr int kPairLanes = 16;
+// At most so many products of a word and a byte meet in an int32 sum.
+constexpr int kPairedHeadMax = 256;
+
+// Whether this machine has instructions for pairs of what is stored.
+inline bool multiplies_pairs(int type) { return type == kBf16 ? has_bf16() : type == kInt8 && isa() == kAvx512; }
+
+inline bool fits_pairs(int type, int block_size, int head_dim) {
+    return (type == kBf16 || (type == kInt8 && head_dim <= kPairedHeadMax)) && block_size % kPairLanes == 0 &&
+           head_dim % (2 * kPairLanes) == 0;
+}
+
 // Whether the numbers of a pool make sense.
 inline bool usable(const CueKv& kv) {
     if (kv.blocks < 0 || kv.kv_heads < 1 || kv.block_size < 1 || kv.head_dim < 1) return false;
     const bool scaled = kv.key_scales != nullptr && kv.value_scales != nullptr;
+    if (kv.paired && !fits_pairs(kv.type, kv.block_size, kv.head_dim)) return false;
     return kv.type == kFloat32 || kv.type == kBf16 || (kv.type == kInt8 && scaled);
 }
 

@@ -4,7 +4,10 @@
 template <class T>
 inline void put(T* dst, const float* src, int n, float factor) {
     const F by = set1(factor);
-    for (int i = 0; i < n; i += W) store_up_to(dst + i, mul(load_up_to(src + i, n - i), by), n - i);
+    for (int i = 0; i < n; i += W) {
+        const F some = mul(load_up_to(src + i, n - i), by);
+        store_up_to(dst + i, sizeof(T) == 1 ? max(some, set1(-127.0f)) : some, n - i);  // no byte is made of NaN
+    }
 }
 
 // NaN if any of them is not finite.
@@ -18,28 +21,59 @@ inline float largest_magnitude(const float* x, int n) {
     return largest(most) + sum(poison);
 }
 
-// A head with a number that is not finite gets the scale NaN, so that whoever reads it notices.
-inline void put_int8(int8_t* dst, float* scale, const float* x, int n) {
-    const float most = largest_magnitude(x, n);
-    *scale = most / 127.0f;
-    if (most > 0.0f && most < INFINITY) put(dst, x, n, 127.0f / most);
-    else std::memset(dst, 0, static_cast<size_t>(n));
+constexpr int kSome = 2 * kPairLanes;
+
+// Some dimensions of a key: their pairs lie `apart`.
+template <class T>
+inline void spread_key(T* to, int64_t apart, const T* from) {
+    for (int i = 0; i < kSome; i += 2, to += apart) std::memcpy(to, from + i, 2 * sizeof(T));
 }
 
-// `index` counts (block, head, token) of the pool.
-inline void put_head(const CueKv& kv, void* data, float* scales, int64_t index, const float* x) {
+// Some dimensions of a value into the first or second places of pairs. What stands in the others is left alone, for
+// another thread may be writing there.
+template <class T>
+inline void spread_value(T* to, int second, const T* from) {
+    for (int i = 0; i < kSome; ++i) to[2 * i + second] = from[i];
+}
+
+enum Side { kKeys, kValues };
+
+// One head of one token: `head` counts (block, head) of the pool.
+template <Side kSide, class T>
+inline void put_head(const CueKv& kv, T* data, int64_t head, int64_t offset, const float* x, float factor) {
     const int n = kv.head_dim;
-    const int64_t at = index * n;
-    if (kv.type == kFloat32) std::memcpy(static_cast<float*>(data) + at, x, static_cast<size_t>(n) * sizeof(float));
-    else if (kv.type == kBf16) put(static_cast<Bf16*>(data) + at, x, n, 1.0f);
-    else put_int8(static_cast<int8_t*>(data) + at, scales + index, x, n);
+    data += head * kv.block_size * n;
+    if (!kv.paired) return put(data + offset * n, x, n, factor);
+    for (int i = 0; i < n; i += kSome) {
+        T some[kSome];
+        put(some, x + i, kSome, factor);
+        if (kSide == kKeys) spread_key(data + int64_t{i} * kv.block_size + 2 * offset, 2 * kv.block_size, some);
+        else spread_value(data + offset / 2 * 2 * n + 2 * i, static_cast<int>(offset % 2), some);
+    }
+}
+
+// A head with a number that is not finite gets a scale that is not either, so that whoever reads it notices.
+template <Side kSide>
+inline void put_int8(const CueKv& kv, void* data, float* scales, int64_t head, int64_t offset, const float* x) {
+    const float most = largest_magnitude(x, kv.head_dim);
+    scales[head * kv.block_size + offset] = most / 127.0f;
+    put_head<kSide>(kv, static_cast<int8_t*>(data), head, offset, x, most > 0.0f ? 127.0f / most : 0.0f);
+}
+
+template <Side kSide>
+inline void put_any(const CueKv& kv, void* data, float* scales, int64_t head, int64_t offset, const float* x) {
+    switch (kv.type) {
+        case kFloat32: return put_head<kSide>(kv, static_cast<float*>(data), head, offset, x, 1.0f);
+        case kBf16: return put_head<kSide>(kv, static_cast<Bf16*>(data), head, offset, x, 1.0f);
+        case kInt8: return put_int8<kSide>(kv, data, scales, head, offset, x);
+    }
 }
 
 void write_token(const CueKv& kv, int64_t block, int64_t offset, const float* keys, const float* values) {
-    for (int head = 0; head < kv.kv_heads; ++head) {
-        const int64_t index = (block * kv.kv_heads + head) * kv.block_size + offset;
-        put_head(kv, kv.keys, kv.key_scales, index, keys + head * kv.head_dim);
-        put_head(kv, kv.values, kv.value_scales, index, values + head * kv.head_dim);
+    for (int i = 0; i < kv.kv_heads; ++i, keys += kv.head_dim, values += kv.head_dim) {
+        const int64_t head = block * kv.kv_heads + i;
+        put_any<kKeys>(kv, kv.keys, kv.key_scales, head, offset, keys);
+        put_any<kValues>(kv, kv.values, kv.value_scales, head, offset, values);
     }
 }
 

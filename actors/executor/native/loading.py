@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from statistics import median
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from cuelight.actors.executor.lasting import LastingBytes
 from cuelight.actors.executor.native.architecture import Architecture, NotNative, read_architecture
-from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout
+from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout, wants_pairs
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.native.decoder import NativeDecoder, NativeWeights
 from cuelight.actors.executor.native.linear import Kind
@@ -48,7 +49,7 @@ def load(options: LoadOptions) -> NativeRunner:
     except (NotNative, NoNativeCode, BadWeights) as reason:  # transformers reads more formats
         raise Unsuitable(str(reason)) from reason
     with phases("KV pool"):
-        pools, lasting = _pools(options, architecture)
+        pools, lasting = _pools(options, architecture, kernels)
     decoder = NativeDecoder(kernels, weights, pools.structures(), options.token_budget)
     with phases("warm up"):
         host = _host(options, pools, decoder, lasting)
@@ -76,14 +77,17 @@ def _cache(options: LoadOptions) -> int:
     return BF16 if options.quantization is None else INT8
 
 
-def _pools(options: LoadOptions, architecture: Architecture) -> tuple[Pools, LastingBytes | None]:
+def _pools(
+    options: LoadOptions, architecture: Architecture, kernels: ctypes.CDLL
+) -> tuple[Pools, LastingBytes | None]:
     kind = _cache(options)
+    paired = wants_pairs(kernels, kind, options.block_size, architecture.head_dim)
     block_bytes = Pools.block_bytes(architecture, options.block_size, kind)
     block_count = options.blocks(block_bytes, options.useful_budget(block_bytes))
     host_block_count = options.host_blocks(block_bytes)
-    lasting = options.lasting_bytes(host_block_count * block_bytes, "native", kind, host_block_count, architecture)
+    lasting = options.lasting_bytes(host_block_count * block_bytes, "native", kind, paired, host_block_count, architecture)
     try:
-        return Pools(architecture, block_count, options.block_size, kind, host_block_count, lasting), lasting
+        return Pools(architecture, block_count, options.block_size, kind, host_block_count, lasting, paired), lasting
     except MemoryError as error:
         needed = (block_count + host_block_count) * block_bytes
         raise CannotLoad(f"no memory for a KV cache of {needed} bytes: {error}") from error

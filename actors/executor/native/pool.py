@@ -31,7 +31,8 @@ TYPES: Mapping[int, np.dtype[np.float32] | np.dtype[np.uint16] | np.dtype[np.int
 @dataclass(frozen=True)
 class Memory:
     """Keys and values of some blocks, [layers, 2, blocks, kv_heads, block_size, head_dim], and for int8 the scale of
-    each token and head, [layers, 2, blocks, kv_heads, block_size]; else no scales."""
+    each token and head, [layers, 2, blocks, kv_heads, block_size]; else no scales. Only the kernels care how numbers
+    lie within a block and head."""
 
     numbers: Stored
     scales: Floats
@@ -56,7 +57,7 @@ class Memory:
 
 class Pools:
     """Keys and values of `block_count` blocks for the kernels, and of `host_block_count` beside them, in memory that
-    is `lasting` or of their own.
+    is `lasting` or of their own. `paired` pools suit kernels that multiply pairs.
 
     Raises MemoryError.
     """
@@ -69,8 +70,9 @@ class Pools:
         kind: int,
         host_block_count: int = 0,
         lasting: LastingBytes | None = None,
+        paired: bool = False,
     ) -> None:
-        self._a, self._kind = architecture, kind
+        self._a, self._kind, self._paired = architecture, kind, paired
         self.block_count, self.block_size, self.host_block_count = block_count, block_size, host_block_count
         # Zeros that the system gives page by page, when a block is first written.
         self._device = self._zeros(block_count)
@@ -120,6 +122,7 @@ class Pools:
             kv_heads=self._a.kv_heads,
             block_size=self.block_size,
             head_dim=self._a.head_dim,
+            paired=self._paired,
         )
 
     def copy(self, copies: BlockCopies) -> None:

@@ -1,15 +1,11 @@
 // Included by attention_kernel.h where the machine multiplies pairs of 16-bit words: 32 products an instruction instead
 // of 16. int8 keys and values meet queries and weights of 15 bits and a scale, summed in int32, with half the work to
 // widen bytes. What this rounds off is a hundredth of what int8 did. A product of a word and a byte is at most 2^22,
-// and at most 2^8 of them meet in a sum: heads of up to kWordsHeadMax dimensions, and the tokens of a segment or tile.
+// and at most 2^8 of them meet in a sum: heads of up to kPairedHeadMax dimensions, and the tokens of a segment or tile.
 // bfloat16 keys and values meet queries and weights rounded to bfloat16, summed in float32, and nothing is widened.
 constexpr float kWordMax = 32767.0f;
-constexpr int kWordsHeadMax = 256;
 constexpr int kWords = 2 * W;  // of 16 bits in a register
 using Words = __m512i;
-
-inline bool fits_words(int head_dim) { return head_dim % kWords == 0 && head_dim <= kWordsHeadMax; }
-inline bool bf16_words(const CueKv& kv) { return kv.type == kBf16 && has_bf16() && kv.head_dim % kWords == 0; }
 
 inline Words load_words(const int16_t* p) { return _mm512_loadu_si512(p); }
 inline Words no_words() { return _mm512_setzero_si512(); }

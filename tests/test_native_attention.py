@@ -115,8 +115,11 @@ class Paged:
         self.tables = [order[cuts[i] : cuts[i + 1]].astype(np.int64) for i in range(len(chunks))]
         dims = (blocks, shape.kv_heads, shape.block_size, shape.head_dim)
         fill = {FLOAT32: np.nan, BF16: 0x7FC0, INT8: 127}[kind]
-        self.stored = [np.full(dims, fill, STORED[kind]) for _ in range(2)]
-        self.scales = [np.full(dims[:3], np.nan, np.float32) for _ in range(2)]
+        # The middle one of three layers: all that there is of a block lies together.
+        self.everything = np.full((blocks, 3, 2, *dims[1:]), fill, STORED[kind])
+        self.stored = [self.everything[:, 1, which] for which in range(2)]
+        self.all_scales = np.full((blocks, 3, 2, *dims[1:3]), np.nan, np.float32)
+        self.scales = [self.all_scales[:, 1, which] for which in range(2)]
         self.pool = Pool(
             self.stored[0].ctypes.data,
             self.stored[1].ctypes.data,
@@ -125,6 +128,7 @@ class Paged:
             self.scales[0].ctypes.data if kind == INT8 else 0,
             self.scales[1].ctypes.data if kind == INT8 else 0,
             paired,
+            block_stride=6 * shape.kv_heads * shape.block_size,
         )
 
     def tokens(self, ranges: list[tuple[int, int]]) -> Layout:
@@ -367,6 +371,7 @@ def test_what_does_not_exist_is_refused(native: ctypes.CDLL) -> None:
         {"head_dim": 0},
         {"block_size": 0},
         {"kv_heads": 0},
+        {"block_stride": 47},
         {"paired": True},
         {"paired": True, "type": BF16, "block_size": 8},
         {"paired": True, "type": BF16, "head_dim": 48},

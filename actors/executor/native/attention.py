@@ -26,7 +26,7 @@ class CueKv(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
-        ("blocks", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("blocks", "block_stride")),
         *((name, ctypes.c_int32) for name in ("type", "kv_heads", "block_size", "head_dim", "paired")),
     )
 
@@ -68,6 +68,8 @@ class Pool:
     key_scales: int = 0
     value_scales: int = 0
     paired: bool = False
+    block_stride: int = 0
+    """From block to block, in tokens of one head; 0: one block lies right behind the other."""
 
     def structure(self) -> CueKv:
         """For the library."""
@@ -77,6 +79,7 @@ class Pool:
             self.key_scales,
             self.value_scales,
             self.blocks,
+            self.block_stride or self.kv_heads * self.block_size,
             self.type,
             self.kv_heads,
             self.block_size,

@@ -34,7 +34,7 @@ CUE_APART void locate(const AttentionTask& task, int64_t begin, Segment<T>& segm
     int64_t entry = begin / kv.block_size, offset = begin % kv.block_size;
     int t = 0;
     for (; t < segment.count; ++entry, offset = 0) {
-        int64_t index = (task.table[entry] * kv.kv_heads + task.kv_head) * kv.block_size + offset;
+        int64_t index = run_of(kv, task.table[entry], task.kv_head) + offset;
         if (sizeof(T) == 1) {
             prefetch(kv.key_scales + index, static_cast<int>(kv.block_size - offset));
             prefetch(kv.value_scales + index, static_cast<int>(kv.block_size - offset));

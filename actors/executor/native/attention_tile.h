@@ -63,7 +63,7 @@ CUE_APART void fetch(const AttentionTask& task, int64_t begin, int count, Tile& 
     float scales[kKeys];
     int64_t entry = begin / kv.block_size, offset = begin % kv.block_size;
     for (int t = 0; t < count; ++t) {
-        const int64_t index = (task.table[entry] * kv.kv_heads + task.kv_head) * kv.block_size + offset;
+        const int64_t index = run_of(kv, task.table[entry], task.kv_head) + offset;
         keys[t] = static_cast<const T*>(kv.keys) + index * tile.n;
         scales[t] = sizeof(T) == 1 ? kv.key_scales[index] : 1.0f;
         const T* value = static_cast<const T*>(kv.values) + index * tile.n;

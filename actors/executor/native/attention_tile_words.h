@@ -42,7 +42,7 @@ CUE_APART void make_pairs(const AttentionTask& task, int64_t begin, int count, T
     const T* values[kKeys];
     int64_t entry = begin / kv.block_size, offset = begin % kv.block_size;
     for (int t = 0; t < count; ++t) {
-        const int64_t index = (task.table[entry] * kv.kv_heads + task.kv_head) * kv.block_size + offset;
+        const int64_t index = run_of(kv, task.table[entry], task.kv_head) + offset;
         keys[t] = static_cast<const T*>(kv.keys) + index * tile.n;
         values[t] = static_cast<const T*>(kv.values) + index * tile.n;
         if (++offset == kv.block_size) ++entry, offset = 0;

@@ -35,7 +35,8 @@ enum Type { kFloat32 = 0, kBf16 = 1, kInt8 = 2 };
 extern "C" {
 
 // One layer's pool. `keys` and `values` are [blocks, kv_heads, block_size, head_dim] of `type`; for int8 the value is
-// the number times the scale of its (block, head, token): scales are [blocks, kv_heads, block_size], else null.
+// the number times the scale of its (block, head, token): scales are [blocks, kv_heads, block_size], else null. From
+// block to block it is `block_stride` tokens of one head, kv_heads * block_size at least: other layers may lie between.
 // Where the pool is `paired`, keys are [blocks, kv_heads, head_dim / 2, block_size, 2], pairs of dimensions, and values
 // [blocks, kv_heads, block_size / 2, head_dim, 2], pairs of tokens: what instructions that add two products multiply.
 struct CueKv {
@@ -43,7 +44,7 @@ struct CueKv {
     void* values;
     float* key_scales;
     float* value_scales;
-    int64_t blocks;
+    int64_t blocks, block_stride;
     int32_t type, kv_heads, block_size, head_dim;
     int32_t paired;
 };
@@ -87,9 +88,15 @@ inline bool fits_pairs(int type, int block_size, int head_dim) {
            head_dim % (2 * kPairLanes) == 0;
 }
 
+// Where the tokens of a head of a block begin, in tokens: head_dim numbers each, or one scale.
+inline int64_t run_of(const CueKv& kv, int64_t block, int head) {
+    return block * kv.block_stride + int64_t{head} * kv.block_size;
+}
+
 // Whether the numbers of a pool make sense.
 inline bool usable(const CueKv& kv) {
     if (kv.blocks < 0 || kv.kv_heads < 1 || kv.block_size < 1 || kv.head_dim < 1) return false;
+    if (kv.block_stride < int64_t{kv.kv_heads} * kv.block_size) return false;
     const bool scaled = kv.key_scales != nullptr && kv.value_scales != nullptr;
     if (kv.paired && !fits_pairs(kv.type, kv.block_size, kv.head_dim)) return false;
     return kv.type == kFloat32 || kv.type == kBf16 || (kv.type == kInt8 && scaled);

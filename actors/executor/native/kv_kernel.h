@@ -38,11 +38,11 @@ inline void spread_value(T* to, int second, const T* from) {
 
 enum Side { kKeys, kValues };
 
-// One head of one token: `head` counts (block, head) of the pool.
+// One head of one token: `run` is where the tokens of the block and head begin.
 template <Side kSide, class T>
-inline void put_head(const CueKv& kv, T* data, int64_t head, int64_t offset, const float* x, float factor) {
+inline void put_head(const CueKv& kv, T* data, int64_t run, int64_t offset, const float* x, float factor) {
     const int n = kv.head_dim;
-    data += head * kv.block_size * n;
+    data += run * n;
     if (!kv.paired) return put(data + offset * n, x, n, factor);
     for (int i = 0; i < n; i += kSome) {
         T some[kSome];
@@ -54,26 +54,26 @@ inline void put_head(const CueKv& kv, T* data, int64_t head, int64_t offset, con
 
 // A head with a number that is not finite gets a scale that is not either, so that whoever reads it notices.
 template <Side kSide>
-inline void put_int8(const CueKv& kv, void* data, float* scales, int64_t head, int64_t offset, const float* x) {
+inline void put_int8(const CueKv& kv, void* data, float* scales, int64_t run, int64_t offset, const float* x) {
     const float most = largest_magnitude(x, kv.head_dim);
-    scales[head * kv.block_size + offset] = most / 127.0f;
-    put_head<kSide>(kv, static_cast<int8_t*>(data), head, offset, x, most > 0.0f ? 127.0f / most : 0.0f);
+    scales[run + offset] = most / 127.0f;
+    put_head<kSide>(kv, static_cast<int8_t*>(data), run, offset, x, most > 0.0f ? 127.0f / most : 0.0f);
 }
 
 template <Side kSide>
-inline void put_any(const CueKv& kv, void* data, float* scales, int64_t head, int64_t offset, const float* x) {
+inline void put_any(const CueKv& kv, void* data, float* scales, int64_t run, int64_t offset, const float* x) {
     switch (kv.type) {
-        case kFloat32: return put_head<kSide>(kv, static_cast<float*>(data), head, offset, x, 1.0f);
-        case kBf16: return put_head<kSide>(kv, static_cast<Bf16*>(data), head, offset, x, 1.0f);
-        case kInt8: return put_int8<kSide>(kv, data, scales, head, offset, x);
+        case kFloat32: return put_head<kSide>(kv, static_cast<float*>(data), run, offset, x, 1.0f);
+        case kBf16: return put_head<kSide>(kv, static_cast<Bf16*>(data), run, offset, x, 1.0f);
+        case kInt8: return put_int8<kSide>(kv, data, scales, run, offset, x);
     }
 }
 
 void write_token(const CueKv& kv, int64_t block, int64_t offset, const float* keys, const float* values) {
-    for (int i = 0; i < kv.kv_heads; ++i, keys += kv.head_dim, values += kv.head_dim) {
-        const int64_t head = block * kv.kv_heads + i;
-        put_any<kKeys>(kv, kv.keys, kv.key_scales, head, offset, keys);
-        put_any<kValues>(kv, kv.values, kv.value_scales, head, offset, values);
+    for (int head = 0; head < kv.kv_heads; ++head, keys += kv.head_dim, values += kv.head_dim) {
+        const int64_t run = run_of(kv, block, head);
+        put_any<kKeys>(kv, kv.keys, kv.key_scales, run, offset, keys);
+        put_any<kValues>(kv, kv.values, kv.value_scales, run, offset, values);
     }
 }
 

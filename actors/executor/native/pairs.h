@@ -22,7 +22,7 @@ CUE_APART void locate(const AttentionTask& task, int64_t begin, Groups<P>& group
     for (int g = 0; g < kGroups; ++g) {
         const int64_t token = begin + (g * W < groups.count ? g * W : (groups.count - 1) / W * W);
         const int64_t offset = token % kv.block_size;
-        const int64_t run = (task.table[token / kv.block_size] * kv.kv_heads + task.kv_head) * kv.block_size;
+        const int64_t run = run_of(kv, task.table[token / kv.block_size], task.kv_head);
         groups.keys[g] = static_cast<const T*>(kv.keys) + run * kv.head_dim + 2 * offset;
         groups.values[g] = static_cast<const T*>(kv.values) + (run + offset) * kv.head_dim;
         groups.index[g] = run + offset;

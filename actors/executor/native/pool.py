@@ -30,9 +30,9 @@ TYPES: Mapping[int, np.dtype[np.float32] | np.dtype[np.uint16] | np.dtype[np.int
 
 @dataclass(frozen=True)
 class Memory:
-    """Keys and values of some blocks, [layers, 2, blocks, kv_heads, block_size, head_dim], and for int8 the scale of
-    each token and head, [layers, 2, blocks, kv_heads, block_size]; else no scales. Only the kernels care how numbers
-    lie within a block and head."""
+    """Keys and values of some blocks, [blocks, layers, 2, kv_heads, block_size, head_dim], and for int8 the scale of
+    each token and head, [blocks, layers, 2, kv_heads, block_size]; else no scales. Only the kernels care how numbers
+    lie within a block and head. All of a block lies together: what no block has used yet takes no memory."""
 
     numbers: Stored
     scales: Floats
@@ -40,19 +40,19 @@ class Memory:
     @property
     def block_count(self) -> int:
         """Blocks that there are."""
-        return int(self.numbers.shape[2])
+        return len(self.numbers)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero these blocks."""
-        self.numbers[:, :, _index(blocks)] = 0
+        self.numbers[_index(blocks)] = 0
         if self.scales.size:
-            self.scales[:, :, _index(blocks)] = 0
+            self.scales[_index(blocks)] = 0
 
     def take(self, targets: Sequence[int], source: Memory, sources: Sequence[int]) -> None:
         """Copy blocks from there."""
-        self.numbers[:, :, _index(targets)] = source.numbers[:, :, _index(sources)]
+        self.numbers[_index(targets)] = source.numbers[_index(sources)]
         if self.scales.size:
-            self.scales[:, :, _index(targets)] = source.scales[:, :, _index(sources)]
+            self.scales[_index(targets)] = source.scales[_index(sources)]
 
 
 class Pools:
@@ -79,9 +79,11 @@ class Pools:
         self._lasting = lasting
         self._host = self._zeros(host_block_count) if lasting is None else self._within(lasting, host_block_count)
 
+    def _shape(self, blocks: int) -> tuple[int, ...]:
+        return (blocks, self._a.layers, 2, self._a.kv_heads, self.block_size)
+
     def _zeros(self, blocks: int) -> Memory:
-        a = self._a
-        shape = (a.layers, 2, blocks, a.kv_heads, self.block_size)
+        a, shape = self._a, self._shape(blocks)
         try:
             scales = np.zeros(shape if self._kind == INT8 else 0, np.float32)
             return Memory(cast(Stored, np.zeros((*shape, a.head_dim), TYPES[self._kind])), scales)
@@ -89,8 +91,7 @@ class Pools:
             raise MemoryError(str(error)) from error
 
     def _within(self, lasting: LastingBytes, blocks: int) -> Memory:
-        a = self._a
-        shape = (a.layers, 2, blocks, a.kv_heads, self.block_size)
+        a, shape = self._a, self._shape(blocks)
         runs = math.prod(shape)
         scales = np.frombuffer(lasting.data, np.float32, runs if self._kind == INT8 else 0)
         numbers = np.frombuffer(lasting.data, TYPES[self._kind], runs * a.head_dim, scales.nbytes)
@@ -110,14 +111,15 @@ class Pools:
         return [self._structure(layer) for layer in range(self._a.layers)]
 
     def _structure(self, layer: int) -> CueKv:
-        keys, values = self._device.numbers[layer]
-        key_scales, value_scales = self._device.scales[layer] if self._kind == INT8 else (None, None)
+        keys, values = self._device.numbers[0, layer]
+        key_scales, value_scales = self._device.scales[0, layer] if self._kind == INT8 else (None, None)
         return CueKv(
             keys=keys.ctypes.data,
             values=values.ctypes.data,
             key_scales=None if key_scales is None else key_scales.ctypes.data,
             value_scales=None if value_scales is None else value_scales.ctypes.data,
             blocks=self.block_count,
+            block_stride=math.prod(self._shape(1)),
             type=self._kind,
             kv_heads=self._a.kv_heads,
             block_size=self.block_size,

@@ -103,9 +103,7 @@ STEPS = {
 class Paged:
     """A pool whose unused slots are NaN (or the largest int8 with scale NaN), and what is stored in it as float64."""
 
-    def __init__(
-        self, shape: Shape, kind: int, chunks: list[tuple[int, int]], seed: int, paired: bool = False
-    ) -> None:
+    def __init__(self, shape: Shape, kind: int, chunks: list[tuple[int, int]], seed: int, paired: bool = False) -> None:
         self.shape, self.kind, self.chunks, self.paired = shape, kind, chunks, paired
         self.random = np.random.default_rng(seed)
         counts = [-(-context // shape.block_size) for _, context in chunks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -212,6 +213,29 @@ def test_files_of_an_index_are_read_together_unless_there_is_one_for_all(tmp_pat
     assert {name: tensor.size for name, tensor in read_weights(tmp_path).items()} == {"a": 2, "b": 3, "c": 4}
     save_file({"d": torch.ones(2)}, tmp_path / "model.safetensors")
     assert list(read_weights(tmp_path)) == ["d"]
+
+
+def resident_bytes(file: Path) -> int:
+    """Of a mapped file, in this process."""
+    size, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counts = line.endswith(str(file))
+        elif counts and line.startswith("Rss:"):
+            size += 1024 * int(line.split()[1])
+    return size
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="says nothing of its memory")
+def test_weights_that_were_read_leave_memory(tmp_path: Path) -> None:
+    numbers = np.arange(1 << 18, dtype=np.float32)
+    save_file({"x": torch.from_numpy(numbers)}, tmp_path / "model.safetensors")
+    tensors = read_weights(tmp_path)
+    assert (tensors["x"] == numbers).all()
+    assert resident_bytes(tmp_path / "model.safetensors") >= numbers.nbytes
+    tensors.leave_memory()
+    assert resident_bytes(tmp_path / "model.safetensors") == 0
+    assert (tensors["x"] == numbers).all()
 
 
 def file_of(header: object, data: bytes = b"\0" * 24, claimed: int | None = None) -> bytes:

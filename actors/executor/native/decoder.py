@@ -6,7 +6,7 @@ Knows tokens, slots and block tables as arrays; not requests or sampling.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,11 +80,19 @@ class NativeWeights:
 
     @classmethod
     def pack(
-        cls, library: ctypes.CDLL, architecture: Architecture, tensors: Mapping[str, Tensor], kind: Kind
+        cls,
+        library: ctypes.CDLL,
+        architecture: Architecture,
+        tensors: Mapping[str, Tensor],
+        kind: Kind,
+        packed_one: Callable[[], object] = lambda: None,
     ) -> NativeWeights:
-        """Raises NotNative where a tensor is missing or of another shape."""
+        """`packed_one` is called after each layer. Raises NotNative where a tensor is missing or of another shape."""
         packing = _Packing(LinearKernels(library), architecture, tensors, kind)
-        layers = (CueLayer * architecture.layers)(*packing.layers())
+        layers = (CueLayer * architecture.layers)()
+        for number, layer in enumerate(packing.layers()):
+            layers[number] = layer
+            packed_one()
         shape = architecture.vocabulary, architecture.hidden
         table = packing.take("model.embed_tokens.weight", *shape)
         embedding = table.copy() if table.dtype == np.uint16 else as_float32(table)

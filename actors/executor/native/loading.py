@@ -45,7 +45,8 @@ def load(options: LoadOptions) -> NativeRunner:
         with phases("compile"):
             kernels = load_native(options.code_folder)
         with phases("read and pack weights"):
-            weights = NativeWeights.pack(kernels, architecture, read_weights(options.folder), _kind(options))
+            tensors = read_weights(options.folder)
+            weights = NativeWeights.pack(kernels, architecture, tensors, _kind(options), tensors.leave_memory)
     except (NotNative, NoNativeCode, BadWeights) as reason:  # transformers reads more formats
         raise Unsuitable(str(reason)) from reason
     with phases("KV pool"):
@@ -77,15 +78,15 @@ def _cache(options: LoadOptions) -> int:
     return BF16 if options.quantization is None else INT8
 
 
-def _pools(
-    options: LoadOptions, architecture: Architecture, kernels: ctypes.CDLL
-) -> tuple[Pools, LastingBytes | None]:
+def _pools(options: LoadOptions, architecture: Architecture, kernels: ctypes.CDLL) -> tuple[Pools, LastingBytes | None]:
     kind = _cache(options)
     paired = wants_pairs(kernels, kind, options.block_size, architecture.head_dim)
     block_bytes = Pools.block_bytes(architecture, options.block_size, kind)
     block_count = options.blocks(block_bytes, options.useful_budget(block_bytes))
     host_block_count = options.host_blocks(block_bytes)
-    lasting = options.lasting_bytes(host_block_count * block_bytes, "native", kind, paired, host_block_count, architecture)
+    lasting = options.lasting_bytes(
+        host_block_count * block_bytes, "native", kind, paired, host_block_count, architecture
+    )
     try:
         return Pools(architecture, block_count, options.block_size, kind, host_block_count, lasting, paired), lasting
     except MemoryError as error:

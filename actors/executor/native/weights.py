@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -27,12 +28,33 @@ class BadWeights(Exception):
     """The folder's weights are missing, cut off or not what they say."""
 
 
-def read_weights(folder: Path) -> Mapping[str, Tensor]:
+class MappedTensors(dict[str, Tensor]):
+    """Tensors by name, and the files that they are views of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._files: list[mmap.mmap] = []
+
+    def add(self, file: mmap.mmap, tensors: Mapping[str, Tensor]) -> None:
+        """One file's."""
+        self._files.append(file)
+        self.update(tensors)
+
+    def leave_memory(self) -> None:
+        """What was read of the files is no longer counted as this process's memory; it is read again when wanted."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for file in self._files:
+                file.madvise(mmap.MADV_DONTNEED)
+
+
+def read_weights(folder: Path) -> MappedTensors:
     """Every tensor of the types we know, by name, read-only. Raises BadWeights."""
-    tensors: dict[str, Tensor] = {}
+    tensors = MappedTensors()
     for path in _files(folder):
         try:
-            tensors.update(_read(path))
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            tensors.add(mapped, _read(np.frombuffer(mapped, np.uint8)))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BadWeights(f"{path} cannot be read: {error}") from error
     return tensors
@@ -49,8 +71,7 @@ def _files(folder: Path) -> list[Path]:
         raise BadWeights(f"{index} names no files: {error}") from error
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    mapped = np.memmap(path, np.uint8, mode="r")
+def _read(mapped: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
     size = int.from_bytes(mapped[:8].tobytes(), "little")
     if len(mapped) < 8 or size > min(HEADER_BYTES_MAX, len(mapped) - 8):
         raise ValueError("the file is shorter than its header says")
@@ -58,7 +79,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
     header.pop("__metadata__", None)
-    data = np.asarray(mapped[8 + size :])
+    data = mapped[8 + size :]
     return {name: _tensor(name, entry, data) for name, entry in header.items() if entry.get("dtype") in TYPES}
 
 

@@ -284,6 +284,14 @@ def check_what_is_stored(form: ctypes.CDLL, paged: Paged, kind: int) -> None:
         np.testing.assert_array_equal(paged.stored[which][elsewhere], before[which][elsewhere])
 
 
+def test_heads_too_small_for_a_scale_count_as_zeros(form: ctypes.CDLL) -> None:
+    paged = Paged(Shape(1, 1, 64, 16), INT8, [(16, 16)], seed=0)
+    keys = np.where(np.arange(64) < 40, np.float32(1e-39), 0).astype(np.float32) * np.ones((16, 1, 1), np.float32)
+    AttentionKernels(form).write(paged.pool, paged.tokens([(0, 16)]), keys, -keys)
+    assert not paged.read(0, 0).any()
+    assert not paged.read(1, 0).any()
+
+
 def test_bf16_rounds_as_torch_does(form: ctypes.CDLL) -> None:
     torch = pytest.importorskip("torch")
     paged = Paged(Shape(1, 1, 64, 16), BF16, [(16, 16)], seed=0)
@@ -315,6 +323,46 @@ def check_that_it_shows(
     out = np.zeros((chunk, 128), np.float32)
     kernels.attend(paged.pool, paged.tokens([(20 - chunk, 20)]), paged.draw(chunk, 128), out, 2, 0.1)
     assert not np.isfinite(out[:, place]).any()
+
+
+def test_rows_before_a_value_that_is_not_finite_are_what_they_are_without_it(form: ctypes.CDLL) -> None:
+    """Others may share them as a prefix."""
+    check_what_is_before(form)
+
+
+def test_rows_of_words_before_a_value_that_is_not_finite_are_too(bf16_words: ctypes.CDLL) -> None:
+    check_what_is_before(bf16_words)
+
+
+def check_what_is_before(native: ctypes.CDLL) -> None:
+    pairs = [kind for kind in (BF16, INT8) if wants_pairs(native, kind, 16, 64)]
+    for kind, paired in (*((kind, False) for kind in (FLOAT32, BF16, INT8)), *((kind, True) for kind in pairs)):
+        outs = []
+        for bad in (0.5, np.inf):
+            paged = Paged(Shape(1, 2, 64, 16), kind, [(75, 80)], seed=1, paired=paired)
+            keys, values, q = (paged.draw(*dims) for dims in ((80, 1, 64), (80, 1, 64), (75, 128)))
+            values[78, 0, 5] = bad
+            kernels = AttentionKernels(native)
+            kernels.write(paged.pool, paged.tokens([(0, 80)]), keys, values)
+            outs.append(np.zeros((75, 128), np.float32))
+            kernels.attend(paged.pool, paged.tokens([(5, 80)]), q, outs[-1], 2, 0.1)
+        close(outs[1][:73], outs[0][:73])
+        assert not np.isfinite(outs[1][73:, 5]).any()
+
+
+@pytest.mark.parametrize("chunk", [1, 40])
+def test_many_small_weights_count_beside_a_large_one(native: ctypes.CDLL, chunk: int) -> None:
+    """The first token takes nearly all of the attention and gives nothing, as in many models."""
+    shape = Shape(1, 1, 64, 16)
+    skip_without_pairs(native, INT8, shape)
+    paged = Paged(shape, INT8, [(chunk, 600)], seed=1, paired=True)
+    keys, values = 0.1 * paged.draw(600, 1, 64), 1 + paged.draw(600, 1, 64)
+    keys[0], values[0] = 1, 0
+    kernels = AttentionKernels(native)
+    kernels.write(paged.pool, paged.tokens([(0, 600)]), keys, values)
+    q, out = np.ones((chunk, 64), np.float32), np.zeros((chunk, 64), np.float32)
+    kernels.attend(paged.pool, paged.tokens([(600 - chunk, 600)]), q, out, 1, 0.2)
+    close(out[:, None], reference(paged, q[:, None], 0.2), WORDS_TOLERANCE)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
@@ -376,14 +424,14 @@ def test_what_does_not_exist_is_refused(native: ctypes.CDLL) -> None:
     ):
         with pytest.raises(ValueError, match=r"does not exist|contiguous"):
             kernels.write(replace(paged.pool, **change), fine, k, k)
+        with pytest.raises(ValueError, match="does not exist"):
+            kernels.attend(replace(paged.pool, **change), fine, q, np.zeros_like(q), 9, 1.0)
     native.cue_force_isa(0)
     try:
         with pytest.raises(ValueError, match="does not exist"):  # plain code multiplies no pairs
             kernels.attend(replace(paged.pool, type=BF16, paired=True), fine, q, np.zeros_like(q), 9, 1.0)
     finally:
         native.cue_force_isa(-1)
-        with pytest.raises(ValueError, match="does not exist"):
-            kernels.attend(replace(paged.pool, **change), fine, q, np.zeros_like(q), 9, 1.0)
     with pytest.raises(ValueError, match="does not exist"):
         kernels.attend(paged.pool, fine, q, np.zeros_like(q), 8, 1.0)
     tables = np.zeros((1, 32), np.float32)

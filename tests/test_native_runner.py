@@ -244,6 +244,21 @@ def test_rule_61_blocks_that_held_no_numbers_do_no_harm_to_who_gets_them_next(tm
     assert [driver.outputs[index] for index in clean] == [sound.outputs[index] for index in clean]
 
 
+@pytest.mark.parametrize("others", [{}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}], ids=str)
+def test_a_prefix_before_what_is_no_number_is_of_use_to_others(others: dict[str, object], tmp_path: Path) -> None:
+    """The block before the spoilt token is computed in the same chunk; who finds it later does not fail."""
+    save(NATIVE["qwen3, wide"](), tmp_path)
+    spoil_embedding(tmp_path, 99)
+    runner = load(tmp_path, block_size=16, **others)
+    prefix = list(range(5, 21))
+    driver = Driver(runner, [[*prefix, 99, 7], [*prefix, 7]], seed=0)
+    driver._run([(0, 1)])
+    driver._run([(0, 17)])
+    driver.blocks[1], driver.computed[1] = driver.blocks[0][:1], 16
+    driver.run(output_tokens=2)
+    assert driver.failed == {0: NOT_FINITE}
+
+
 def test_infinite_logits_fail_their_row_alone(tmp_path: Path) -> None:
     save(NATIVE["llama"](), tmp_path)
     runner = load(tmp_path)

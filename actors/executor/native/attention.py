@@ -122,7 +122,7 @@ def layout(
 
 
 def wants_pairs(library: ctypes.CDLL, kind: int, block_size: int, head_dim: int) -> bool:
-    """Whether pools of this kind should be paired: this machine multiplies pairs, and both sizes are whole registers."""
+    """Whether pools of this kind should be paired: this machine multiplies pairs, and the sizes are whole registers."""
     return bool(library.cue_pairs(kind, block_size, head_dim))
 
 

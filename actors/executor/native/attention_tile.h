@@ -16,11 +16,12 @@ struct Tile {
     float* most;    // [rows]
     float* total;   // [rows, W]: one sum for each lane
     float* shrink;  // [rows]
-    float* scales;  // by words: of the rows of q, [rows]; of keys, [kKeys]; what weights are multiplied by, [kKeys]
-    const void* key_groups[kWide];      // by words: where each W keys lie, as pairs of dimensions,
-    int64_t key_step;                   // so many numbers from pair to pair;
-    const void* value_groups[kWide];    // and W values, as pairs of tokens
-    float value_scale;  // by words: what a word of values times one of weights stands for
+    // By words:
+    float* scales;                    // of the rows of q, [rows]; of keys, [kKeys]; of values, [kKeys]
+    float* weight_scales;             // [rows]
+    const void* key_groups[kWide];    // where each W keys lie, as pairs of dimensions
+    int64_t key_step;                 // so many numbers from pair to pair
+    const void* value_groups[kWide];  // where each W values lie, as pairs of tokens
 };
 
 inline size_t lay_out(Tile& tile, int rows, int n, float* scratch) {
@@ -39,6 +40,7 @@ inline size_t lay_out(Tile& tile, int rows, int n, float* scratch) {
     take(tile.total, row_count * W);
     take(tile.shrink, row_count);
     take(tile.scales, row_count + 2 * kKeys);
+    take(tile.weight_scales, row_count);
     return static_cast<size_t>(at - scratch);
 }
 
@@ -190,21 +192,28 @@ inline void step_rows(Tile& tile, int count, int row, Seen seen) {
     Products::add(tile, needed, row);
 }
 
-inline void end_tile(const AttentionTask& task, Tile& tile) {
+// Returns whether what it stores is finite.
+inline bool end_tile(const AttentionTask& task, Tile& tile) {
+    F poison = zero();
     for (int r = 0; r < tile.rows; ++r) {
         float* to = task.out + (r / task.group) * task.out_stride + (r % task.group) * tile.n;
         const F factor = set1(1.0f / sum(load(tile.total + r * W)));
-        for (int i = 0; i < tile.n; i += W)
-            store_up_to(to + i, mul(load(tile.out + r * tile.padded + i), factor), tile.n - i);
+        for (int i = 0; i < tile.n; i += W) {
+            const F some = mul(load(tile.out + r * tile.padded + i), factor);
+            store_up_to(to + i, some, tile.n - i);
+            poison = fma(some, zero(), poison);
+        }
     }
+    return sum(poison) == 0.0f;
 }
 
 #if CUE_WORDS
 #include "attention_tile_words.h"
 #endif
 
+// As `end_tile`.
 template <class Products>
-inline void attend_tile_by(const AttentionTask& task) {
+inline bool attend_queries(const AttentionTask& task) {
     Tile tile;
     lay_out(tile, task.queries * task.group, task.kv->head_dim, task.scratch);
     begin_tile(task, tile);
@@ -219,7 +228,20 @@ inline void attend_tile_by(const AttentionTask& task) {
         };
         for (int row = 0; row < tile.rows_padded; row += kRows) step_rows<Products>(tile, count, row, seen);
     }
-    end_tile(task, tile);
+    return end_tile(task, tile);
+}
+
+// A value that is not finite spoils all rows of a tile, for no weight of 0 takes it away. Then every query is looked at
+// by itself, up to the first that sees one.
+template <class Products>
+inline void attend_tile_by(const AttentionTask& task) {
+    if (attend_queries<Products>(task)) return;
+    AttentionTask one = task;
+    one.queries = 1, one.end -= task.queries;
+    for (int i = 0; i < task.queries; ++i, one.q += one.q_stride, one.out += one.out_stride) {
+        ++one.end;
+        if (!attend_queries<Products>(one)) return;
+    }
 }
 
 void attend_tile(const AttentionTask& task) {

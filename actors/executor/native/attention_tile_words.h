@@ -1,20 +1,14 @@
 // Included by attention_tile.h: how a tile attends by products of words; P says what they stand for. Pairs of words
 // stand where floats of the other way stand: q and weights in the front half of their rows, keys as pairs of
 // dimensions, values as pairs of tokens.
+static_assert(kKeys == kGroups * W, "a tile of keys is a run of groups");
 
+// Of int8: the scales of the keys and values that were fetched.
 inline float* key_scales(Tile& tile) { return tile.scales + tile.rows_padded; }
-inline float* weight_factors(Tile& tile) { return key_scales(tile) + kKeys; }
+inline float* value_scales(Tile& tile) { return key_scales(tile) + kKeys; }
 
 inline Words as_words(F bits) { return _mm512_castps_si512(bits); }
 inline F as_bits(Words words) { return _mm512_castsi512_ps(words); }
-
-// Value scales beyond the largest one of a tile have no place in its weights: these are 1 at most, times that scale.
-inline void scale_weights(Tile& tile, const float* scales) {
-    const float most = magnitude(scales, kKeys);
-    const F factor = set1(most > 0.0f ? kWordMax / most : 0.0f);
-    for (int t = 0; t < kKeys; t += W) store(weight_factors(tile) + t, mul(load(scales + t), factor));
-    tile.value_scale = most / kWordMax;
-}
 
 // Where the keys and values of a paired pool lie; what lies there behind `count` is not to be used.
 template <class P>
@@ -24,40 +18,37 @@ CUE_APART void find_pairs(const AttentionTask& task, int64_t begin, int count, T
     tile.key_step = 2 * task.kv->block_size;
     for (int g = 0; g < kWide; ++g) tile.key_groups[g] = groups.keys[g], tile.value_groups[g] = groups.values[g];
     if (!P::kScaled) return;
-    float value_scales[kKeys];
     for (int t = 0; t < kKeys; t += W) {
         const int64_t index = groups.index[t / W];
         store(key_scales(tile) + t, choose_first(count - t, load(task.kv->key_scales + index), zero()));
-        store(value_scales + t, choose_first(count - t, load(task.kv->value_scales + index), zero()));
+        store(value_scales(tile) + t, choose_first(count - t, load(task.kv->value_scales + index), zero()));
     }
-    scale_weights(tile, value_scales);
 }
 
+#if CUE_X86_BF16
 // Pairs of the bfloat16 of a pool that is not paired, zeros behind `count` of them.
-template <class P>
 CUE_APART void make_pairs(const AttentionTask& task, int64_t begin, int count, Tile& tile) {
     const CueKv& kv = *task.kv;
-    using T = typename P::Stored;
-    const T* keys[kKeys];
-    const T* values[kKeys];
+    const Bf16* keys[kKeys];
+    const Bf16* values[kKeys];
     int64_t entry = begin / kv.block_size, offset = begin % kv.block_size;
     for (int t = 0; t < count; ++t) {
         const int64_t index = run_of(kv, task.table[entry], task.kv_head) + offset;
-        keys[t] = static_cast<const T*>(kv.keys) + index * tile.n;
-        values[t] = static_cast<const T*>(kv.values) + index * tile.n;
+        keys[t] = static_cast<const Bf16*>(kv.keys) + index * tile.n;
+        values[t] = static_cast<const Bf16*>(kv.values) + index * tile.n;
         if (++offset == kv.block_size) ++entry, offset = 0;
     }
-    for (int t = 0; t < kKeys; t += 2)
-        for (int i = 0; i < tile.n; i += kWords) {
-            const Words a = t < count ? P::load(values[t] + i) : no_words();
-            const Words b = t + 1 < count ? P::load(values[t + 1] + i) : no_words();
-            store(tile.values + t / 2 * tile.n + i, as_bits(first_in_turns(a, b)));
-            store(tile.values + t / 2 * tile.n + i + W, as_bits(second_in_turns(a, b)));
+    for (int t = 0; t < count; t += 2)
+        for (int i = 0; i < tile.n; i += W) {
+            const Words a = as_words(load(values[t] + i));
+            const Words b = as_words(t + 1 < count ? load(values[t + 1] + i) : zero());
+            store(tile.values + t / 2 * tile.n + i, as_bits(_mm512_or_si512(_mm512_srli_epi32(a, 16), b)));
         }
     for (int t = 0; t < kKeys; t += W)
         for (int i = 0; i < tile.n; i += kWords) {
             F square[W];
-            for (int r = 0; r < W; ++r) square[r] = as_bits(t + r < count ? P::load(keys[t + r] + i) : no_words());
+            for (int r = 0; r < W; ++r)
+                square[r] = t + r < count ? as_bits(Bf16Words::load(keys[t + r] + i)) : zero();
             transpose(square);
             for (int r = 0; r < W; ++r) store(tile.keys + (i / 2 + r) * kKeys + t, square[r]);
         }
@@ -67,6 +58,7 @@ CUE_APART void make_pairs(const AttentionTask& task, int64_t begin, int count, T
         tile.value_groups[g] = tile.values + g * W / 2 * tile.n;
     }
 }
+#endif
 
 // sum[r] += row r of `left` (floats apart, pairs side by side) times pairs `from` up to `to` of `right`.
 template <class P, int N, class Right>
@@ -103,12 +95,13 @@ struct WordTile {
             float* const row = tile.q + r * tile.n;
             tile.scales[r] = P::narrow_in_place(row, tile.n);
         }
-        tile.value_scale = 1.0f;
     }
 
     static void fetch(const AttentionTask& task, int64_t begin, int count, Tile& tile) {
-        if (task.kv->paired) find_pairs<P>(task, begin, count, tile);
-        else make_pairs<P>(task, begin, count, tile);
+#if CUE_X86_BF16
+        if (!task.kv->paired) return make_pairs(task, begin, count, tile);
+#endif
+        find_pairs<P>(task, begin, count, tile);
     }
 
     template <int N>
@@ -130,14 +123,12 @@ struct WordTile {
         }
     }
 
+    // Each row has a scale of its own: what is small beside the weights of other tiles may be all that counts.
     static void weigh(Tile& tile, int r) {
         float* const row = tile.weights + r * kKeys;
-        if (!P::kScaled) {
-            P::narrow_in_place(row, kKeys);
-            return;
-        }
-        for (int t = 0; t < kKeys; t += W)
-            store_words(narrow_row(row) + t, mul(load(row + t), load(weight_factors(tile) + t)));
+        for (int t = 0; P::kScaled && t < kKeys; t += W)
+            store(row + t, mul(load(row + t), load(value_scales(tile) + t)));
+        tile.weight_scales[r] = P::narrow_in_place(row, kKeys);
     }
 
     template <int N>
@@ -161,7 +152,8 @@ struct WordTile {
             for (int c = 0; c < N; ++c) {
                 float* const to = tile.out + (row + r) * tile.n + i + c * W;
                 const F before = mul(load(to), set1(tile.shrink[row + r]));
-                store(to, fma(P::floats(sum[r][c]), set1(tile.value_scale), before));
+                const F scale = set1(P::kScaled ? tile.weight_scales[row + r] : 1.0f);
+                store(to, fma(P::floats(sum[r][c]), scale, before));
             }
     }
 

@@ -52,9 +52,9 @@ enum CuePart { CUE_EMBED, CUE_NORM, CUE_QKV, CUE_ROPE, CUE_ATTENTION, CUE_OUTPUT
 
 // Bytes of scratch memory for steps of up to so many tokens.
 int64_t cue_decoder_bytes(const CueDecoder* decoder, int64_t tokens);
-// `logits` is [draws, vocabulary]; `best` the first largest of each row, or -1 where one is not finite. `scratch` lies on
-// a cache line. `seconds` has CUE_PARTS entries, to which the time of each part is added, or is null. Returns 0, or -1
-// where an id, a position, a slot or a table does not exist; then what the step's slots hold is not defined.
+// `logits` is [draws, vocabulary]; `best` the first largest of each row, or -1 where one is not finite. `scratch` lies
+// on a cache line. `seconds` has CUE_PARTS entries, to which the time of each part is added, or is null. Returns 0, or
+// -1 where an id, a position, a slot or a table does not exist; then what the step's slots hold is not defined.
 int cue_decode(const CueDecoder* decoder, const CueStep* step, void* scratch, float* logits, int64_t* best,
                double* seconds);
 }

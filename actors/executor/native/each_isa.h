@@ -1,6 +1,7 @@
 // Compiles CUE_KERNEL once for each instruction set, as cue::plain, cue::avx2 and cue::avx512. A source file defines
 // CUE_KERNEL as the name of a header written with the types of simd_*.h, includes this once, and then picks one of the
 // forms with CUE_FORMS. The headers have no include guards of their own: they are text for here alone.
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>

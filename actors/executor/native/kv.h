@@ -58,7 +58,7 @@ struct CueSlots {
     int32_t count;
 };
 
-// Whether a pool of this kind should be paired: this machine multiplies pairs, and the sizes are whole registers of them.
+// Whether a pool of this kind should be paired: this machine multiplies pairs, and the sizes are whole registers.
 int cue_pairs(int32_t type, int32_t block_size, int32_t head_dim);
 
 // Both return 0, or -1 and do nothing if the pool makes no sense or a slot or a position does not exist.

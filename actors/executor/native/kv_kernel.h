@@ -56,8 +56,9 @@ inline void put_head(const CueKv& kv, T* data, int64_t run, int64_t offset, cons
 template <Side kSide>
 inline void put_int8(const CueKv& kv, void* data, float* scales, int64_t run, int64_t offset, const float* x) {
     const float most = largest_magnitude(x, kv.head_dim);
+    const float factor = most >= 127.0f * FLT_MIN ? 127.0f / most : 0.0f;  // of less, it overflows
     scales[run + offset] = most / 127.0f;
-    put_head<kSide>(kv, static_cast<int8_t*>(data), run, offset, x, most > 0.0f ? 127.0f / most : 0.0f);
+    put_head<kSide>(kv, static_cast<int8_t*>(data), run, offset, x, factor);
 }
 
 template <Side kSide>

@@ -84,9 +84,8 @@ def _pools(options: LoadOptions, architecture: Architecture, kernels: ctypes.CDL
     block_bytes = Pools.block_bytes(architecture, options.block_size, kind)
     block_count = options.blocks(block_bytes, options.useful_budget(block_bytes))
     host_block_count = options.host_blocks(block_bytes)
-    lasting = options.lasting_bytes(
-        host_block_count * block_bytes, "native", kind, paired, host_block_count, architecture
-    )
+    host_bytes = host_block_count * block_bytes
+    lasting = options.lasting_bytes(host_bytes, "native", kind, paired, host_block_count, architecture)
     try:
         return Pools(architecture, block_count, options.block_size, kind, host_block_count, lasting, paired), lasting
     except MemoryError as error:

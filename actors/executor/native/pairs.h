@@ -1,8 +1,8 @@
-// Included by attention_kernel.h where the machine multiplies pairs of words: where a paired pool has them, for W tokens at
-// a time, a group, whose keys fill registers with pairs. A group lies in one block.
+// Included by attention_kernel.h where the machine multiplies pairs of words: where these lie in a paired pool, for W
+// tokens at a time, a group. Its keys fill registers with pairs, and it lies in one block.
 
 constexpr int kGroups = 4;          // looked at together
-constexpr int kGroupPairs = W / 2;     // of values
+constexpr int kGroupPairs = W / 2;  // of values
 
 // Where some groups lie. Behind the last one it stands again: never a row that is not ours to read.
 template <class P>

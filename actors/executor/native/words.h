@@ -7,24 +7,11 @@ constexpr float kWordMax = 32767.0f;
 constexpr int kWords = 2 * W;  // of 16 bits in a register
 using Words = __m512i;
 
-inline Words load_words(const int16_t* p) { return _mm512_loadu_si512(p); }
-inline Words no_words() { return _mm512_setzero_si512(); }
 // Two neighbours in every pair of lanes.
 inline Words two_words(const int16_t* p) {
     int32_t both;
     std::memcpy(&both, p, sizeof both);
     return _mm512_set1_epi32(both);
-}
-// The first half of both, in turns: a0 b0 a1 b1 and so on; and the second half.
-inline Words first_in_turns(Words a, Words b) {
-    const Words order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
-                                         36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    return _mm512_permutex2var_epi16(a, order, b);
-}
-inline Words second_in_turns(Words a, Words b) {
-    const Words order = _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54, 22, 53,
-                                         21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
-    return _mm512_permutex2var_epi16(a, order, b);
 }
 
 // Rounded to the nearest whole numbers.
@@ -32,25 +19,25 @@ inline void store_words(int16_t* p, F a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a)));
 }
 
-// The largest magnitude of floats in whole registers; NaN if any of them is not finite.
+// The largest magnitude of floats in whole registers; not finite if any of them is not.
 inline float magnitude(const float* x, int count) {
-    F most = zero(), poison = zero();
-    for (int i = 0; i < count; i += W) {
-        const F some = load(x + i);
-        most = max(most, abs(some));
-        poison = fma(some, zero(), poison);
-    }
-    return largest(most) + sum(poison);
-}
-
-// x[i] becomes about words[i] * the scale that is returned, which is `most` / kWordMax. Both may be the same memory.
-inline float narrow(const float* x, int count, float most, int16_t* words) {
-    const F factor = set1(most > 0.0f ? kWordMax / most : 0.0f);
-    for (int i = 0; i < count; i += W) store_words(words + i, mul(load(x + i), factor));
-    return most / kWordMax;
+    __m512i most = _mm512_setzero_si512();  // the bits: their order is that of magnitudes, and NaN is above all
+    for (int i = 0; i < count; i += W) most = _mm512_max_epi32(most, _mm512_castps_si512(abs(load(x + i))));
+    const int32_t bits = _mm512_reduce_max_epi32(most);
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
 inline int16_t* narrow_row(float* row) { return reinterpret_cast<int16_t*>(row); }
+
+// Words in place of floats; what they are to be multiplied by, which is not finite if one of the floats is not.
+inline float narrow(float* row, int count) {
+    const float most = magnitude(row, count);
+    const F factor = set1(most >= kWordMax * FLT_MIN ? kWordMax / most : 0.0f);  // of less, it overflows
+    for (int i = 0; i < count; i += W) store_words(narrow_row(row) + i, mul(load(row + i), factor));
+    return most / kWordMax;
+}
 
 // How words stand for what is stored. Products of pairs are added to a lane of `Sums`: by no intrinsic, for compilers
 // copy the sums of those from register to register.
@@ -61,15 +48,12 @@ struct Int8Words {
     static Words load(const Stored* p) {
         return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     }
-    static Sums none() { return no_words(); }
+    static Sums none() { return _mm512_setzero_si512(); }
     static void add_products(Sums& sums, Words a, Words b) {
         __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
     }
     static F floats(Sums sums) { return _mm512_cvtepi32_ps(sums); }
-    // Words in place of floats; what they are to be multiplied by.
-    static float narrow_in_place(float* row, int count) {
-        return narrow(row, count, magnitude(row, count), narrow_row(row));
-    }
+    static float narrow_in_place(float* row, int count) { return narrow(row, count); }
 };
 
 #if CUE_X86_BF16

@@ -10,7 +10,7 @@ import platform
 import random
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +109,20 @@ def options(description: str | None, **defaults: object) -> argparse.Namespace:
     for name, default in defaults.items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default, help=f"({default})")
     return parser.parse_args()
+
+
+def run(
+    description: str | None, measure: Callable[..., Awaitable[list[dict[str, object]]]], **defaults: object
+) -> None:
+    """Ask for these options on the command line, measure with them, and report the rows beside the options."""
+    asked = vars(options(description, **defaults))
+    path = asked.pop("json")
+    report(asyncio.run(measure(**asked)), path, **asked)
+
+
+def quantized(name: str) -> str | None:
+    """A quantization from the command line, as an engine knows it."""
+    return None if name == "none" else name
 
 
 def report(rows: list[dict[str, object]], path: Path | None, **facts: object) -> None:

@@ -14,7 +14,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from benchmarks.common import MIXED, options, report, spread, workload
+from benchmarks.common import MIXED, quantized, run, spread, workload
 from cuelight import Engine, model_path
 
 TURNS = 3
@@ -43,9 +43,8 @@ async def _rounds(engine: Engine, folder: Path, variant: int) -> float:
 
 async def _measure(reps: int, blocks: int, host_blocks: int, quantization: str) -> list[dict[str, object]]:
     folder = model_path("smollm2-135m-instruct")
-    quantized = quantization if quantization != "none" else None
     engines = {
-        name: Engine(quantization=quantized, block_count=blocks, host_block_count=count)
+        name: Engine(quantization=quantized(quantization), block_count=blocks, host_block_count=count)
         for name, count in (("without", 0), ("with host memory", host_blocks))
     }
     rates: dict[str, list[float]] = {name: [] for name in engines}
@@ -71,11 +70,4 @@ async def _measure(reps: int, blocks: int, host_blocks: int, quantization: str) 
 
 
 if __name__ == "__main__":
-    asked = options(__doc__, reps=3, blocks=300, host_blocks=900, quantization="int8")
-    report(
-        asyncio.run(_measure(asked.reps, asked.blocks, asked.host_blocks, asked.quantization)),
-        asked.json,
-        blocks=asked.blocks,
-        host_blocks=asked.host_blocks,
-        quantization=asked.quantization,
-    )
+    run(__doc__, _measure, reps=3, blocks=300, host_blocks=900, quantization="int8")

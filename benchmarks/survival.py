@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from benchmarks.common import options, report, spread, workload
+from benchmarks.common import quantized, run, spread, workload
 from cuelight import Engine, model_path
 from cuelight.testing import crash
 
@@ -38,12 +38,11 @@ async def _kill(engine: Engine, *, forgets: bool) -> None:
 
 async def _measure(reps: int, requests: int, tokens: int, quantization: str) -> list[dict[str, object]]:
     folder = model_path("smollm2-135m-instruct")
-    quantized = quantization if quantization != "none" else None
     blocks = requests * -(-(tokens + 1) // BLOCK_SIZE)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     pool = {"block_size": BLOCK_SIZE, "block_count": blocks + 8, "host_block_count": 4 * blocks}
     loaded = 0
-    async with Engine(quantization=quantized, executor="process", **pool) as engine:
+    async with Engine(quantization=quantized(quantization), executor="process", **pool) as engine:
         for rep in range(reps):
             prompts, others = (
                 [request.token_ids for request in workload(folder, [(tokens, 1)] * count, 2 * rep + number)]
@@ -68,11 +67,4 @@ async def _measure(reps: int, requests: int, tokens: int, quantization: str) -> 
 
 
 if __name__ == "__main__":
-    asked = options(__doc__, reps=3, requests=8, tokens=512, quantization="none")
-    report(
-        asyncio.run(_measure(asked.reps, asked.requests, asked.tokens, asked.quantization)),
-        asked.json,
-        requests=asked.requests,
-        tokens=asked.tokens,
-        quantization=asked.quantization,
-    )
+    run(__doc__, _measure, reps=3, requests=8, tokens=512, quantization="none")

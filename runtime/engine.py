@@ -93,7 +93,7 @@ class Engine:
         return engine
 
     async def start(self) -> None:
-        """Find the model, load it, and open for requests.
+        """Find the model, load it, and open for requests. What it is still at is logged as a warning once a minute.
 
         Raises:
             ModelUnavailable: the model cannot be found, fetched or loaded.
@@ -238,8 +238,7 @@ class Engine:
             listed = None
         if listed is None:
             raise errors.WrongType(f"prompts must be a list of prompts, and it is of type {type(prompts).__name__}")
-        asked = [self._requests.read(prompt, options) for prompt in listed]
-        return await self._requests.serve_all(asked, progress=progress)
+        return await self._requests.serve_all(tuple(listed), options, progress=progress)
 
     def chat(self, system: str | None = None, **options: Unpack[RequestOptions]) -> Chat:
         """A conversation that remembers; `options` hold for each answer. The prefix cache keeps its K/V."""

@@ -190,7 +190,8 @@ def _code_folder() -> Path | None:
     """Where compiled code is kept; None where there is no place for it, which is no reason not to serve a folder."""
     try:
         return cache_directory() / "native"
-    except ModelUnavailable:
+    except ModelUnavailable as error:
+        log.warning("native_code_not_kept", reason=str(error))
         return None
 
 

@@ -44,7 +44,7 @@ class Health:
         state: "starting"; "serving"; "recovering" (requests wait until what was lost is computed again); "draining"
             (those under way are finished, new ones refused); "unavailable" (it has given up); "closed".
         reason: why it does not just serve; empty where it does.
-        phase: of the executor's start, while that is under way.
+        phase: of the engine's start, or an executor's, while that is under way.
         load_phases: how many seconds each phase of its last start took.
         restarts: how often each actor has crashed and was replaced.
         crashes: the last eight, oldest first.
@@ -81,7 +81,7 @@ class HealthRecord:
         self._state = state
 
     def loading(self, phase: str) -> None:
-        """The executor has come to this phase of its start."""
+        """The start has come to this phase."""
         self._phase = phase
 
     def loaded(self, phases: Mapping[str, float]) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Never, TypeVar
 
 from cuelight import errors
 from cuelight.actors.executor.phases import Phases
+from cuelight.actors.scheduler.patience import REPORT_SECONDS
 from cuelight.availability import Availability, broken, closed
 from cuelight.board import Alarms, Board
 from cuelight.config import EngineConfig
@@ -32,6 +34,9 @@ from cuelight.threads import in_thread
 B = TypeVar("B")
 
 log = get_logger("cuelight.engine")
+
+REMIND_SECONDS = 60.0
+"""People are told so often what a start is still at."""
 
 
 class Lifecycle:
@@ -75,7 +80,8 @@ class Lifecycle:
         """Raises as `Engine.start`; then nothing is left."""
         self._availability.begin()
         try:
-            await self._start(Phases().timed_by(time.monotonic))
+            with self._reminding():
+                await self._start(Phases().timed_by(time.monotonic))
         except BaseException as error:
             self._progress.close()
             is_stopped = self._availability.is_closed
@@ -89,6 +95,7 @@ class Lifecycle:
         self._loop = asyncio.get_running_loop()
         alarms = Alarms(self._requests.repeat_soon, self._gave_up, self._progress.phase, self._progress.note)
         self.board = board = Board(self.health, alarms)
+        self.health.loading("find model")
         with phases("find model"):
             self._cast = cast = roles(self._config)
             lead = Lead(cast.executor)
@@ -96,6 +103,7 @@ class Lifecycle:
             self._availability.check_starting()
         past = await self._begin_journal()
         self._availability.check_starting()
+        self.health.loading("start actors")
         with phases("start actors"):
             system = await self._start_system(parts)
         self.models.begin(Stage(system, cast, lead), self._origin, self._taken_over)
@@ -103,10 +111,29 @@ class Lifecycle:
         self.cache = system.find(cast.cache)
         self._requests.begin(self.intake, self._flush)
         with phases("load model"):
-            ready = await board.ready
+            ready = await asyncio.shield(board.ready)  # which actors tell of, even where nobody waits any more
         self._availability.check_starting()
         self._open(past)
         log.info("engine_ready", model=self._name, token_capacity=ready.token_capacity, **phases.facts())
+
+    @contextmanager
+    def _reminding(self) -> Iterator[None]:
+        """Loading may take as long as it needs, but not unnoticed."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        reminder: asyncio.TimerHandle
+
+        def remind() -> None:
+            nonlocal reminder
+            seconds, phase = round(loop.time() - began), self.health.snapshot().phase
+            log.warning("still_starting", model=self._name, seconds=seconds, phase=phase)
+            reminder = loop.call_later(REMIND_SECONDS, remind)
+
+        reminder = loop.call_later(REMIND_SECONDS, remind)
+        try:
+            yield
+        finally:
+            reminder.cancel()
 
     async def _begin_journal(self) -> Past | None:
         """The journal, if there is to be one, and what an earlier process has left in it."""
@@ -126,7 +153,11 @@ class Lifecycle:
             on_end=self._actors_ended,
         )
         try:
-            await system.start()
+            async with asyncio.timeout(REPORT_SECONDS):
+                await system.start()
+        except TimeoutError as error:
+            reason = f"its process has not said a word for {REPORT_SECONDS:g} s"
+            raise errors.ModelUnavailable(f"the executor does not come up: {reason}") from error
         except NotSendable as error:
             raise errors.ConfigError(str(error)) from error
         except ActorCrashed as crash:

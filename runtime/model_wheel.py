@@ -117,7 +117,7 @@ def _watch(process: subprocess.Popen[bytes], scratch: Path, progress: Progress) 
                 process.wait(timeout=0.2)
                 return
             except subprocess.TimeoutExpired:
-                progress.reach(max(map(_size, scratch.rglob("*")), default=0))
+                progress.reach(_largest(scratch))
     except BaseException:
         process.kill()
         raise
@@ -125,16 +125,23 @@ def _watch(process: subprocess.Popen[bytes], scratch: Path, progress: Progress) 
         progress.close()
 
 
+def _largest(folder: Path) -> int:
+    """The size of the largest file below, while pip renames and removes files and folders there."""
+    return max((_size(Path(where, name)) for where, _, names in os.walk(folder) for name in names), default=0)
+
+
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # pip renames and removes its files while we look
+    except OSError:
         return 0
 
 
 def _last_error(said: str) -> str:
     lines = [line.strip() for line in said.splitlines()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    if errors and errors[-1] == "Exception:":  # one that pip did not expect, a full disk for example: its trace follows
+        errors = [line for line in lines if line]
     return errors[-1].rstrip(".") if errors else ""
 
 

@@ -33,6 +33,9 @@ log = get_logger("cuelight.engine")
 
 Asked: TypeAlias = tuple[Prompt, Sampling, Service]
 
+TURN_SECONDS = 0.005
+"""Reading many prompts keeps the loop from others for no longer, but for the prompt that it is at then."""
+
 
 class Submissions:
     """The client library's side of every request of one engine."""
@@ -65,14 +68,8 @@ class Submissions:
     def read(self, prompt: object, options: RequestOptions) -> Asked:
         """What a client asks for. Raises RequestRejected, EngineUnavailable and EngineDraining."""
         self._availability.check_takes_new()
-        service = {name: value for name, value in options.items() if name in SERVICE_OPTIONS}
-        sampling = {name: value for name, value in options.items() if name not in SERVICE_OPTIONS}
-        try:
-            return parse_prompt(prompt), parse_sampling(sampling), parse_service(service)
-        except UnknownOption as unknown:
-            raise errors.UnknownField(f"{unknown}, {', '.join(SERVICE_OPTIONS)}") from None
-        except Refused as refused:
-            raise REFUSALS[refused.refusal](refused.reason) from None
+        with _typed_refusals():
+            return parse_prompt(prompt), *_parse_options(options)
 
     def check_new(self, count: int) -> None:
         """Whether so many more can be taken, before any work is done for them: a flood is refused at a small cost."""
@@ -110,8 +107,28 @@ class Submissions:
             for number in range(1, count)
         ]
 
-    async def serve_all(self, asked: Sequence[Asked], *, progress: bool) -> list[Result]:
-        """Send them, only as many at once as keep the batch full, and gather their results in order."""
+    async def serve_all(self, prompts: Sequence[object], options: RequestOptions, *, progress: bool) -> list[Result]:
+        """Read all, send them, only as many at once as keep the batch full, and gather their results in order."""
+        if not prompts:
+            return []
+        self._availability.check_takes_new()
+        with self._batch():
+            return await self._serve(await self._read_all(prompts, options), progress=progress)
+
+    async def _read_all(self, prompts: Sequence[object], options: RequestOptions) -> list[Asked]:
+        """As `read`, and the loop gets its turns in between."""
+        asked: list[Asked] = []
+        with _typed_refusals():
+            sampling, service = _parse_options(options)
+            due = self._loop.time() + TURN_SECONDS
+            for prompt in prompts:
+                asked.append((parse_prompt(prompt), sampling, service))
+                if self._loop.time() >= due:
+                    await asyncio.sleep(0)
+                    due = self._loop.time() + TURN_SECONDS
+        return asked
+
+    async def _serve(self, asked: Sequence[Asked], *, progress: bool) -> list[Result]:
         results: dict[int, Result] = {}
         todo = iter(enumerate(asked))
 
@@ -121,7 +138,7 @@ class Submissions:
                 bar.update()
 
         servers = max(1, min(2 * self._config.running_max, self._config.queue_limit // 2, len(asked)))
-        with self._batch(), counting_bar(len(asked), "request", shown=progress) as bar:
+        with counting_bar(len(asked), "request", shown=progress) as bar:
             try:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(servers):
@@ -220,6 +237,23 @@ class Submissions:
         if (inbox := self._open.get(culprit)) is not None:
             inbox.fail(errors.RequestFailed(reason))
         self._intake.tell(Condemn(culprit, reason))
+
+
+@contextmanager
+def _typed_refusals() -> Iterator[None]:
+    """What intake's reading refuses is said in the client's words."""
+    try:
+        yield
+    except UnknownOption as unknown:
+        raise errors.UnknownField(f"{unknown}, {', '.join(SERVICE_OPTIONS)}") from None
+    except Refused as refused:
+        raise REFUSALS[refused.refusal](refused.reason) from None
+
+
+def _parse_options(options: RequestOptions) -> tuple[Sampling, Service]:
+    service = {name: value for name, value in options.items() if name in SERVICE_OPTIONS}
+    sampling = {name: value for name, value in options.items() if name not in SERVICE_OPTIONS}
+    return parse_sampling(sampling), parse_service(service)
 
 
 def _reseeded(sampling: Sampling, number: int) -> Sampling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import transformers
 from attention_cases import MIXES, SHAPES, Case, check
 from tiny_models import GROUPED
 
+from cuelight.actors.executor import model
 from cuelight.actors.executor.model import backends
 from cuelight.actors.executor.model.attention import UnsupportedAttention, _paged_attention
 from cuelight.actors.executor.model.attention_triton import Triton
@@ -107,6 +109,17 @@ def test_on_cuda_the_first_that_can_is_chosen(
     name, how_loud, event = choice("auto", Case(()).needs(CUDA))
     assert (name, how_loud) == (chosen, level)
     assert all(f"{each}: no {each} here" in str(event["reason"]) for each in lacking)
+
+
+@pytest.mark.usefixtures("native")
+def test_where_triton_is_not_installed_it_says_so_and_others_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(model, "triton_kernels", raising=False)
+    monkeypatch.delitem(sys.modules, f"{model.__name__}.triton_kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for device in (CPU, CUDA):
+        with pytest.raises(CannotLoad, match="attention 'triton' is not available: triton cannot be imported"):
+            choose("triton", Case(()).needs(device), None)
+    assert choice("auto", Case(()).needs(CPU))[:2] == ("cpu", "info")
 
 
 def test_kernels_that_do_not_run_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

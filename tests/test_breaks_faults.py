@@ -126,7 +126,7 @@ def test_another_event_loop_on_the_same_thread_is_refused() -> None:
         first.run(engine.stop())
 
 
-async def test_a_drain_in_which_the_engine_gives_up_says_so(tmp_path: Path) -> None:
+async def test_a_drain_in_which_the_engine_gives_up_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with executors_engine(tmp_path) as engine:
         (tmp_path / "hold the steps").touch()
         stream = engine.stream("a", max_tokens=20)
@@ -139,6 +139,9 @@ async def test_a_drain_in_which_the_engine_gives_up_says_so(tmp_path: Path) -> N
             await draining
         with pytest.raises(errors.EngineGaveUp):
             await stream.result()
+    (line,) = (record for record in caplog.records if "gave_up" in record.getMessage())
+    assert (line.name, line.levelname) == ("cuelight.engine", "ERROR")
+    assert "has died 1 times" in line.getMessage()
 
 
 def executors_engine(folder: Path) -> Engine:

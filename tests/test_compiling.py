@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_be_is_told_and_no_more(artifacts: list[bytes], tmp
     assert [entry["event"] for entry in entries] == ["compiled_layers_unsaved"]
 
 
-@pytest.mark.timeout(900)  # a C++ compiler runs ten times
+@pytest.mark.timeout(900)  # a C++ compiler runs several times
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch needs a C++ compiler for code of its own")
 @pytest.mark.usefixtures("native")  # compiled before, and not into this test's folder
@@ -195,6 +195,9 @@ def test_torchs_own_code_gives_the_same_and_is_kept(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
     # Else it tries out in four processes what g++ can, in each of which torch is imported.
     monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
+    # Else it shares a precompiled header with every program of this user, and one that is killed leaves half of it.
+    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
+    monkeypatch.setattr(compiling, "WARM_TOKENS", compiling.WARM_TOKENS[:1])  # which saves half the time
     config = transformers.LlamaConfig(**{**GROUPED, "num_hidden_layers": 1})
     model = save(config, tmp_path / "model")
     with structlog.testing.capture_logs() as entries:
@@ -202,7 +205,7 @@ def test_torchs_own_code_gives_the_same_and_is_kept(tmp_path: Path, monkeypatch:
     (facts,) = (entry for entry in entries if entry["event"] == "model_loaded")
     assert facts["compiled"] is True
     assert loaded.model.config._attn_implementation == COMPILED_NAME
-    for count in (1, 5):
+    for count in (5, 9):
         torch.testing.assert_close(logits(loaded, count), judged(model, count), rtol=1e-4, atol=1e-4)
     (kept,) = (tmp_path / "code").glob("layers-*.bin")
     assert kept.stat().st_size > 10_000

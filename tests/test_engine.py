@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
@@ -24,7 +25,7 @@ import structlog
 import uvloop
 
 import cuelight.testing
-from cuelight import Chunk, Engine, Result, Stream, errors
+from cuelight import Chunk, Engine, Result, Stream, errors, submissions
 from cuelight.actors.executor.stub import StubDevice
 from cuelight.client import Inbox
 from cuelight.config import EngineConfig, EngineOptions, ModelFacts
@@ -1060,6 +1061,27 @@ async def test_generate_many_keeps_the_order_and_fits_any_queue() -> None:
             assert [result.token_ids for result in results] == [expected_tokens(p, 6) for p in prompts]
             assert await engine.generate_many([]) == []
             await until(lambda engine=engine: at_rest(engine))
+
+
+async def test_others_have_their_turns_while_many_prompts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submissions, "TURN_SECONDS", 0.0)
+    events: list[str] = []
+    parse = submissions.parse_prompt
+    monkeypatch.setattr(submissions, "parse_prompt", lambda prompt: events.append("read") or parse(prompt))
+    prompts = [f"prompt {n}" for n in range(9)]
+    async with stub() as engine:
+        many = asyncio.create_task(engine.generate_many(prompts, max_tokens=2))
+        while events.count("read") < 3:
+            await asyncio.sleep(0)
+            events.append("turn")
+        drain = asyncio.create_task(engine.drain(NET_SECONDS))
+        while not many.done():
+            await asyncio.sleep(0)
+            events.append("turn")
+        assert events.count("read") == len(prompts)
+        assert all(pair != ("read", "read") for pair in itertools.pairwise(events))
+        assert [result.token_ids for result in await many] == [expected_tokens(p, 2) for p in prompts], "it had begun"
+        assert await drain == 0
 
 
 async def test_generate_many_shows_progress_only_when_asked(capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import executors
 import msgspec
 import pytest
+import structlog
 from engines import NET_SECONDS, gated, until
 
 from cuelight import Engine, errors
@@ -104,6 +105,42 @@ async def test_the_executor_s_loss_is_a_recovery_with_a_reason(tmp_path: Path) -
         assert (health.reason, health.phase) == ("", "")
         assert health.last_recovery is not None
         assert health.last_recovery.load_seconds > 0
+
+
+async def test_a_start_that_takes_long_says_again_and_again_what_it_is_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cuelight.lifecycle.REMIND_SECONDS", 0.001)
+    (tmp_path / "hold the load").touch()
+    engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(tmp_path, config))
+    with structlog.testing.capture_logs() as entries:
+        async with asyncio.timeout(NET_SECONDS):
+            starting = asyncio.create_task(engine.start())
+            await until(lambda: [each.get("phase") for each in entries].count("loading the model: read weights") > 1)
+            (tmp_path / "hold the load").unlink()
+            await starting
+            said = len(entries)
+            await engine.generate("one that takes a while", max_tokens=200)
+            await engine.stop()
+    assert {(each["event"], each["log_level"], each["model"]) for each in entries if "phase" in each} == {
+        ("still_starting", "warning", "stub")
+    }
+    assert not [each for each in entries[said:] if "phase" in each], "it has started"
+
+
+async def test_a_start_that_is_called_off_just_as_it_is_ready_brings_no_actor_down(tmp_path: Path) -> None:
+    (tmp_path / "hold the load").touch()
+    engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(tmp_path, config))
+    async with asyncio.timeout(NET_SECONDS):
+        starting = asyncio.create_task(engine.start())
+        await until(lambda: engine.health().phase == "loading the model: read weights")
+        starting.cancel()
+        assert engine._lifecycle.board is not None
+        engine._lifecycle.board.tell(Ready(16))  # as intake would within its handler
+        (tmp_path / "hold the load").unlink()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+    assert engine.health().crashes == ()
 
 
 @pytest.mark.parametrize("actor", ["scheduler", "cache"])

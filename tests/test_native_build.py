@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import structlog
 
 from cuelight.actors.executor.native import build
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
@@ -32,6 +34,12 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(build, "_loaded", None)
     monkeypatch.delenv("CXX", raising=False)
     return folder
+
+
+def kept(cache: Path) -> Path:
+    """The one library there."""
+    (library,) = cache.glob(f"{build.native_name(build.find_compiler())}-*.so")
+    return library
 
 
 def again(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> ctypes.CDLL:
@@ -69,7 +77,7 @@ def test_what_the_compiler_says_is_passed_on(sources: Path, tmp_path: Path) -> N
     (sources / "answer.h").write_text("#error no answer\n")
     with pytest.raises(NoNativeCode, match=r"failed with status 1:\n(.*\n)*.*no answer"):
         load_native(tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_compiler_that_is_not_there(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +106,7 @@ def test_cxx_may_have_options(sources: Path, tmp_path: Path, monkeypatch: pytest
     assert load_native(tmp_path).cue_answer() == 44
 
 
-@pytest.mark.parametrize("blocked", ["none", "file"])
+@pytest.mark.parametrize("blocked", ["none", "file", "beneath a file", "no rights", "full"])
 def test_without_a_folder_it_is_compiled_for_this_process(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocked: str
 ) -> None:
@@ -106,18 +114,55 @@ def test_without_a_folder_it_is_compiled_for_this_process(
     scratch.mkdir()
     monkeypatch.setattr(build.tempfile, "tempdir", str(scratch))
     (tmp_path / "file").write_text("where a folder should be")
-    folder = {"none": None, "file": tmp_path / "file" / "cache"}[blocked]
-    assert load_native(folder).cue_answer() == 42
+    places = {"none": None, "file": tmp_path / "file", "beneath a file": tmp_path / "file" / "cache"}
+    folder = places.get(blocked, Path("/proc/self/cache" if blocked == "no rights" else tmp_path / "cache"))
+    if blocked == "full":
+        monkeypatch.setattr(build.shutil, "copy", full)
+    with structlog.testing.capture_logs() as entries:
+        assert load_native(folder).cue_answer() == 42
     assert list(scratch.iterdir()) == []
+    assert [(each["event"], each["folder"]) for each in entries] == [("native_code_not_kept", str(folder))] * (
+        folder is not None
+    )
+    assert blocked != "full" or list(folder.iterdir()) == []
 
 
-def test_a_damaged_library_is_compiled_again(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = build.native_name(build.find_compiler())
-    (tmp_path / name).write_bytes(b"\x7fELF, but no more")
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("damage", ["cut off", "zeroed", "no library"])
+def test_a_damaged_library_is_compiled_again(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
     assert load_native(tmp_path).cue_answer() == 42
-    assert (tmp_path / name).exists()
+    library = kept(tmp_path)
+    whole = library.read_bytes()
+    damaged = {"cut off": whole[:9000], "zeroed": whole[:4096] + bytes(4096) + whole[8192:], "no library": b"\x7fELF"}
+    # Another file, as the process that runs these tests has the one that was there in its memory.
+    library.unlink()
+    library.write_bytes(damaged[damage])
     assert again(monkeypatch, tmp_path).cue_answer() == 42
-    assert (tmp_path / name).stat().st_size > 100
+    assert kept(tmp_path).read_bytes() == whole
+
+
+def test_where_nothing_may_be_run_it_is_loaded_from_elsewhere(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a disk that is mounted with `noexec`."""
+    load, loaded = ctypes.CDLL, []
+
+    def refuse(path: str) -> ctypes.CDLL:
+        loaded.append(Path(path).parent)
+        if loaded[-1] == tmp_path:
+            raise OSError("failed to map segment from shared object")
+        return load(path)
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    for _ in range(2):
+        assert again(monkeypatch, tmp_path).cue_answer() == 42
+        assert loaded[-1] != tmp_path
+    assert kept(tmp_path).exists()
 
 
 def test_processes_may_compile_at_the_same_time(sources: Path, tmp_path: Path) -> None:
@@ -151,14 +196,13 @@ def test_libraries_that_nobody_has_used_for_long_make_room(sources: Path, tmp_pa
             os.utime(path, (seconds, seconds))
     (cache / "else.so").write_bytes(b"x")
     assert load_native(cache).cue_answer() == 42
-    made = build.native_name(build.find_compiler())
-    kept = {path.name for path in others[: build.LIBRARIES_KEPT - 1]}
-    assert {path.name for path in cache.iterdir()} == kept | {made, at_work.name, "else.so"}
+    used = {path.name for path in others[: build.LIBRARIES_KEPT - 1]}
+    assert {path.name for path in cache.iterdir()} == used | {kept(cache).name, at_work.name, "else.so"}
 
 
 def test_a_library_that_is_used_counts_as_new(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_native(tmp_path)
-    library = tmp_path / build.native_name(build.find_compiler())
+    library = kept(tmp_path)
     os.utime(library, (1e9, 1e9))
     assert again(monkeypatch, tmp_path).cue_answer() == 42
     assert library.stat().st_mtime > 1e9

@@ -564,7 +564,9 @@ def test_without_a_home_there_is_no_folder_for_code(tmp_path: Path, monkeypatch:
     monkeypatch.delenv("CUELIGHT_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    assert ensemble._code_folder() is None
+    with structlog.testing.capture_logs() as entries:
+        assert ensemble._code_folder() is None
+    assert "no home folder" in entries[0]["reason"]
 
 
 def test_compiling_that_fails_is_told_in_the_compilers_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,6 +227,21 @@ async def test_a_process_that_dies_at_the_start_is_replaced(folder: Path) -> Non
         await engine.stop()
 
 
+async def test_a_process_that_never_says_a_word_is_an_error_of_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "hold the birth").touch()
+    async with stub_engine():
+        pass
+    before = traces()
+    monkeypatch.setattr("cuelight.lifecycle.REPORT_SECONDS", 0.05)
+    engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(folder, config), executor="process")
+    async with asyncio.timeout(NET_SECONDS):
+        with pytest.raises(errors.ModelUnavailable, match=r"not said a word for 0\.05 s"):
+            await engine.start()
+    await until_gone(before)
+
+
 class Unborn:
     """What no process can make sense of."""
 

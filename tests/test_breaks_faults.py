@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from engines import expected_tokens, until
 
-from cuelight import Engine, cli, errors
+from cuelight import Engine, Stream, cli, errors
 from cuelight.config import CHOICES, EngineConfig
 from cuelight.testing import crash, next_letter, stub_engine
 
@@ -113,16 +113,18 @@ def test_another_event_loop_on_the_same_thread_is_refused() -> None:
         await engine.start()
         return engine
 
-    async def use(engine: Engine) -> None:
-        for pending in (engine.generate("a"), engine.explain(1), engine.drain(1), engine.stop()):
+    async def use(engine: Engine, stream: Stream) -> None:
+        asked = engine.generate("a"), engine.explain(1), engine.drain(1), engine.stop()
+        for pending in (*asked, stream.result(), anext(stream)):
             with pytest.raises(errors.EngineUnavailable, match="event loop"):
                 await pending
 
     with asyncio.Runner() as first:
         engine = first.run(start())
-        engine.stream("between two runs", max_tokens=2)
+        stream = engine.stream("between two runs", max_tokens=2)
         with asyncio.Runner() as second:
-            second.run(use(engine))
+            second.run(use(engine, stream))
+        assert first.run(stream.result()).finish_reason == "length"
         first.run(engine.stop())
 
 

@@ -358,7 +358,7 @@ def test_chat_on_a_terminal() -> None:
     os.close(terminal)
 
 
-@pytest.mark.parametrize("option", [["--seeds", "0"], ["--requests", "-1"], ["--seed", "3"]])
+@pytest.mark.parametrize("option", [["--seeds", "0"], ["--requests", "-1"], ["--seeds", "many"], ["--seed", "3"]])
 def test_a_simulation_of_nothing_is_no_success(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         cli.main(["simulate", *option])

@@ -96,6 +96,12 @@ def test_embed_actors_counts_words(run, tmp_path: Path) -> None:
     assert lines[-1].startswith("the tally handled 4 messages")
 
 
+@pytest.mark.parametrize("name", ["pipeline.py", "warm_restart.py"])
+def test_an_example_without_what_it_needs_says_how_to_run_it(run, name: str) -> None:
+    with pytest.raises(SystemExit, match=f"python examples/{name}"):
+        run(name)
+
+
 def test_every_example_is_run_here_and_says_how_to_run_it() -> None:
     here = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*examples.py"))
     for path in sorted(EXAMPLES.glob("*.py")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable
 
@@ -22,13 +23,14 @@ from scheduling import (
 )
 from support import Core, expected_output
 
+from cuelight import errors
 from cuelight.actors.scheduler import rounds
 from cuelight.actors.scheduler.chronicle import ENDED_MAX, EVENTS_MAX, OBSTACLES_MAX
 from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.messages.cache import Admission
 from cuelight.messages.request import FinishReason, RequestId, Sampling, Service
 from cuelight.messages.scheduler import Admit, Explanation, Grant
-from cuelight.testing import stub_engine
+from cuelight.testing import crash, stub_engine
 
 PREFIX = list(range(500, 540))
 
@@ -310,6 +312,18 @@ def test_before_the_executor_is_ready_nothing_is_given_up() -> None:
     finish(core)
     assert all(end.reason is FinishReason.LENGTH for end in core.ends().values())
     check(core)
+
+
+async def test_where_nobody_answers_the_engine_says_why() -> None:
+    async with stub_engine() as engine:
+        crash(engine, "scheduler")
+        with pytest.raises(errors.EngineBusy, match=r"no answer within 0\.001 s"):
+            await engine.explain(1, timeout_seconds=0.001)
+        asked = asyncio.create_task(engine.explain(1, timeout_seconds=0.001))
+        await asyncio.sleep(0)
+        await engine.stop()
+        with pytest.raises(errors.EngineClosed):
+            await asked
 
 
 async def test_a_request_on_its_way_to_the_scheduler_waits() -> None:

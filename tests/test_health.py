@@ -249,6 +249,7 @@ def test_a_phase_takes_the_place_of_the_one_before_on_a_terminal(
     monkeypatch.setattr(sys, "stderr", written)
     progress = Progress(shown)
     progress.phase("read")
+    progress.phase("read")
     progress.phase("pack")
     progress.note("loaded")
     progress.close()

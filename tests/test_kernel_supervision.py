@@ -433,6 +433,24 @@ async def test_a_constructor_that_raises_at_a_restart_is_tried_again() -> None:
 
 
 @on_each_loop
+@pytest.mark.parametrize("built", [None, Actor])
+async def test_a_build_that_makes_no_actor_is_a_crash_on_construction(built: object) -> None:
+    system = System([Part(Role[Note]("a", Note, capacity=1), lambda _: built)])  # type: ignore[arg-type, return-value]
+    with pytest.raises(ActorCrashed, match="'a' must return an actor, not ") as caught:
+        await system.start()
+    assert caught.value.message_type == "construction"
+
+
+@on_each_loop
+async def test_a_system_is_stopped_in_its_own_loop() -> None:
+    system = System([])
+    await system.start()
+    with pytest.raises(RuntimeError, match="the event loop in which it was started"):
+        await asyncio.to_thread(asyncio.run, system.stop())
+    await system.stop()
+
+
+@on_each_loop
 async def test_a_constructor_that_goes_on_raising_ends_the_system() -> None:
     troupe = Troupe(a=AGAIN, b=Fate(restarts_max=3, backoff_seconds=0.0))
     with pytest.raises(ActorCrashed) as caught:

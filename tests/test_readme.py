@@ -69,7 +69,7 @@ def test_python_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
     async def run_excerpts() -> None:
         async with Engine() as engine:
             for code in excerpts:
-                coroutine = eval(code, {"__name__": "readme", "engine": engine, "asyncio": asyncio})
+                coroutine = eval(code, {"__name__": "readme", "engine": engine, "Engine": Engine, "asyncio": asyncio})
                 if code.co_flags & inspect.CO_COROUTINE:
                     await coroutine
 

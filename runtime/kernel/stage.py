@@ -261,7 +261,14 @@ class Stage(ABC):
     def _build(self, seat: Seat) -> Life:
         """The seat's actor, for a new life. Raises ActorCrashed."""
         life = Life(self, seat)
-        life.actor = self._act(seat, life.seconds, lambda: seat.part.build(life), "construction")
+
+        def build() -> Actor[object]:
+            actor: object = seat.part.build(life)
+            if not isinstance(actor, Actor):  # a `return` that was forgotten, for one
+                raise TypeError(f"the build of {seat.name!r} must return an actor, not {actor!r}")
+            return actor
+
+        life.actor = self._act(seat, life.seconds, build, "construction")
         return life
 
     def _act(self, seat: Seat, seconds: float, act: Callable[[], M], name: str) -> M:

@@ -114,6 +114,8 @@ class System(Stage):
             async with self._starting:
                 return
         if not self._host.done():  # maybe long ago, in a loop that is closed by now
+            if self._host.get_loop() is not asyncio.get_running_loop():  # which nobody would wake
+                raise RuntimeError("a system is stopped in the event loop in which it was started")
             self.is_dropping = self.is_dropping or drop
             self._closing.set()
             hurry = None if timeout_seconds is None else self.clock.call_later(timeout_seconds, self._hurry)

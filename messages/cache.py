@@ -60,9 +60,14 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """These requests hold their blocks no longer. Not answered. What was computed stays as a prefix until evicted."""
+    """These requests hold their blocks no longer. Not answered. What was computed stays as a prefix until evicted.
+
+    Not so what those computed that are `spoilt`: a block beside the token that a model made no number of may hold none
+    either, and whoever found it would fail as they did.
+    """
 
     released: tuple[Filled, ...]
+    spoilt: tuple[RequestId, ...] = ()
 
 
 class Reset(msgspec.Struct, frozen=True, tag=True):

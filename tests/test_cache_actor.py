@@ -151,6 +151,19 @@ def test_a_release_keeps_the_prefix_and_is_not_answered() -> None:
     assert stage.reserve(admissions=(admission(2, 9),)).grants[0].cached_tokens == 8
 
 
+def test_what_a_spoilt_request_computed_is_no_prefix_but_what_it_found_still_is() -> None:
+    stage = Stage(12)
+    stage.reserve(admissions=(admission(1, 4),))
+    stage.cache.handle(Release((Filled(RequestId(1), 4, ()),)))
+    stage.reserve(admissions=(admission(2, 13),))
+    stage.reserve(filled=(Filled(RequestId(2), 8, ()),))
+    assert stage.reserve(admissions=(admission(3, 9),)).grants[0].cached_tokens == 8
+    stage.cache.handle(Release((Filled(RequestId(2), 12, ()),), spoilt=(RequestId(2),)))
+    assert stage.reserve(admissions=(admission(4, 13),)).grants[0].cached_tokens == 4
+    stage.cache.handle(Release((Filled(RequestId(4), 12, ()), Filled(RequestId(3), 8, ()))))
+    assert stage.reserve(admissions=(admission(5, 13),)).grants[0].cached_tokens == 12
+
+
 def test_the_observer_hears_changed_figures_once_a_message() -> None:
     stage = Stage(4)
     stage.reserve(admissions=(admission(1, 4), admission(2, 4, 50)))

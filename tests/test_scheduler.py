@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
+import msgspec
 import pytest
 from support import Core, FailingDevice, expected_output
 
-from cuelight.actors.executor.stub import StubDevice
+from cuelight.actors.executor.stub import StubBatch, StubDevice
 from cuelight.messages.executor import ExecuteStep
 from cuelight.messages.request import FinishReason, Sampling
+from cuelight.messages.scheduler import StepDone
 
 
 class WatchedDevice(StubDevice):
@@ -94,6 +97,39 @@ def test_aborts_and_failed_steps_touch_nobody_else(seed: int) -> None:
             # FAILED needs two bad steps in a row for one request: rare, and then nobody else's matter.
             assert end.reason is reason and got == tokens
         assert got == tokens[: len(got)]
+    assert core.blocks().blocks_free == core.blocks().blocks_total
+
+
+class OverflowingDevice(StubDevice):
+    """Makes no numbers of some requests' last tokens, and counts what it computes for each."""
+
+    def __init__(self, overflows: set[int]) -> None:
+        super().__init__(60, 4)
+        self.overflows = overflows
+        self.computed: Counter[int] = Counter()
+
+    def run(self, batch: StubBatch) -> StepDone:
+        done = super().run(batch)
+        for chunk in batch.step.chunks:
+            self.computed[chunk.request_id] += chunk.token_count
+        sampled = dict(zip(done.request_ids, done.token_ids, strict=True))
+        failed = tuple((request_id, "no number") for request_id in sampled if request_id in self.overflows)
+        sound = {request_id: token_id for request_id, token_id in sampled.items() if request_id not in self.overflows}
+        return msgspec.structs.replace(done, request_ids=tuple(sound), token_ids=tuple(sound.values()), failed=failed)
+
+
+def test_nobody_finds_what_a_request_computed_whose_logits_were_no_numbers() -> None:
+    device = OverflowingDevice({1})
+    core = Core(0, device=device, token_budget=8)
+    prompt = list(range(40))
+    for request_id, count in ((0, 16), (1, 40), (2, 38)):
+        core.admit(request_id, prompt[:count], Sampling(max_tokens=2))
+        core.run()
+    assert core.ends()[1].reason is FinishReason.FAILED
+    assert core.ends()[2].reason is FinishReason.LENGTH
+    # Of each the token that a decode in flight computed for nothing.
+    assert device.computed[1] - 1 == 40 - 16, "it found what the first one had computed"
+    assert device.computed[2] - 1 == 38 - 16, "and so did the last one, but nothing of the second's"
     assert core.blocks().blocks_free == core.blocks().blocks_total
 
 

@@ -42,9 +42,9 @@ class CacheManager(Actor[CacheMessage]):
         match message:
             case Reserve():
                 self._reserve(message)
-            case Release():
+            case Release(spoilt=spoilt):
                 for filled in message.released:
-                    self._tables.release(filled)
+                    self._tables.release(filled, is_spoilt=filled.request_id in spoilt)
             case Reset():
                 self._reset(message)
             case ForgetPrefixes():

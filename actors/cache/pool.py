@@ -20,7 +20,7 @@ class BlockPool:
 
         spare (last returned first)  │  never used (ascending)  │  indexed (longest free first)
 
-    An indexed block loses its digest only when taken, or with all others at once, and a free block never gains one, so
+    A free block that is indexed loses its digest only when taken, or with all others at once, and never gains one, so
     the three parts never mix, only the third is ever entered in the middle, and a new pool costs nothing per block.
     """
 
@@ -116,6 +116,13 @@ class BlockPool:
         if digest not in self._index:
             self._index[digest] = block
             self._digests[block] = digest
+
+    def unindex(self, block: int) -> None:
+        """No lookup finds this held block any more, if any did."""
+        assert self._holders[block] > 0, f"block {block} is taken out of the index while nobody holds it"
+        digest, self._digests[block] = self._digests[block], None
+        if digest is not None:
+            del self._index[digest]
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """One table fewer holds these blocks. They become free in the order given."""

@@ -28,6 +28,8 @@ class _Table:
     computed_tokens: int
     full_blocks: int
     """So many leading blocks are full and computed; each of them is in the index or the duplicate of one that was."""
+    found_blocks: int = 0
+    """So many leading blocks somebody else had computed."""
     is_private: bool = False
     """Prefixes were forgotten since it was admitted: nobody is to find its blocks, nor what it computes from them."""
 
@@ -104,7 +106,7 @@ class Tables:
         blocks = self._hold(chain, hits, block_count)
         cached_tokens = len(hits) * self._block_size
         cached_tokens += self._fork(self._leader(admission), chain, blocks, cached_tokens)
-        table = _Table(chain, blocks, cached_tokens, cached_tokens // self._block_size)
+        table = _Table(chain, blocks, cached_tokens, cached_tokens // self._block_size, len(hits))
         self._tables[request_id] = table
         self._index(table, len(hits))
         for i in range(table.full_blocks, len(chain) // self._block_size):
@@ -128,12 +130,19 @@ class Tables:
         assert table is not None, f"request {filled.request_id} was filled and holds no table"
         self._fill(table, filled)
 
-    def release(self, filled: Filled) -> None:
-        """Fill, then free the table, its tail first. Harmless for a request that holds nothing."""
+    def release(self, filled: Filled, *, is_spoilt: bool = False) -> None:
+        """Fill, then free the table, its tail first. Harmless for a request that holds nothing.
+
+        Nobody finds from now on what a spoilt one has computed.
+        """
         self._refused.pop(filled.request_id, None)
         table = self._tables.pop(filled.request_id, None)
         if table is None:
             return
+        if is_spoilt:
+            table.is_private = True
+            for block in table.blocks[table.found_blocks :]:
+                self.pool.unindex(block)
         self._fill(table, filled)
         for i in range(table.full_blocks, len(table.chain) // self._block_size):
             self._keep_promise(filled.request_id, table.chain.digest(i))

@@ -41,6 +41,7 @@ class Outbox:
         self._to = to
         self._endings = endings
         self._released: list[cache.Filled] = []
+        self._spoilt: list[RequestId] = []
         self._ends: list[detokenizer.RequestEnded] = []
         self._told: observer.RequestFigures | None = None
         self.counts = {
@@ -53,19 +54,22 @@ class Outbox:
             "budget_tokens": 0,
         }
 
-    def release(self, filled: cache.Filled) -> None:
-        """These blocks are held no longer."""
+    def release(self, filled: cache.Filled, *, is_spoilt: bool = False) -> None:
+        """These blocks are held no longer, and what the request computed is of no use to others if it is spoilt."""
         self._released.append(filled)
+        if is_spoilt:
+            self._spoilt.append(filled.request_id)
 
     def flush_released(self) -> None:
         """Say it now."""
         if self._released:
-            self._to.cache.tell(cache.Release(tuple(self._released)))
-            self._released.clear()
+            self._to.cache.tell(cache.Release(tuple(self._released), tuple(self._spoilt)))
+            self.forget_released()
 
     def forget_released(self) -> None:
         """Whoever would hear of it has lost all blocks."""
         self._released.clear()
+        self._spoilt.clear()
 
     def tokens(self, sampled: list[tuple[Tracked, int]]) -> None:
         """Each of these requests has just got this token."""

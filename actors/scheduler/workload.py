@@ -159,7 +159,7 @@ class Workload:
         self.deadlines.forget(request)
         self.door.deferred.forget(request)
         if request.running:
-            self._give_back(request)
+            self._give_back(request, is_spoilt=reason is FinishReason.FAILED)
             request.stop_running(now)
             self.door.reopen(request)
         else:
@@ -246,9 +246,9 @@ class Workload:
         self.outbox.counts["preemptions"] += 1
         self.waiting.join(request)
 
-    def _give_back(self, request: Tracked) -> None:
+    def _give_back(self, request: Tracked, *, is_spoilt: bool = False) -> None:
         del self.running[request.request_id]
-        self.outbox.release(request.filled())
+        self.outbox.release(request.filled(), is_spoilt=is_spoilt)
         self.reservation.leave(request)
         self.flights.leave(request)
 

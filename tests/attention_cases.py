@@ -147,7 +147,6 @@ def check(case: Case, backend: Backend, device: torch.device) -> None:
         worst = (got.double().cpu() - expected).abs().max().item()
         allowed = TOLERANCE[case.dtype] * expected.abs().max().item()
         assert worst <= allowed, f"{worst} of {allowed} in layer {layer} of {case}"
-    assert step.layers_attended == 2
 
 
 MIXES: dict[str, Rows] = {

@@ -178,16 +178,21 @@ def test_a_window_counts_where_it_cuts_a_context_short() -> None:
     assert needs(everywhere).window is None
 
 
-def test_a_window_that_is_kept_from_the_attention_function_is_refused() -> None:
-    """The models' own masks never come here, so such a layer would see everything."""
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "masks of its own"),
+        ({"s_aux": torch.zeros(2)}, "sinks"),
+        ({"position_bias": torch.zeros(2)}, "position_bias"),
+        ({"is_causal": False}, "those after them"),
+    ],
+)
+def test_what_the_attention_function_does_not_know_is_refused(given: dict[str, object], why: str) -> None:
     module = torch.nn.Module()
     module.layer_idx = 0  # type: ignore[assignment]
-    module.config = transformers.Gemma2Config(**GROUPED, sliding_window=8)  # type: ignore[assignment]
     q = torch.zeros(1, 2, 3, 8)
-    with pytest.raises(UnsupportedAttention, match="keeps the window"):
-        _paged_attention(module, q, q, q, None)
-    with pytest.raises(UnsupportedAttention, match="sinks"):
-        _paged_attention(module, q, q, q, None, sliding_window=8, s_aux=torch.zeros(2))
+    with pytest.raises(UnsupportedAttention, match=why):
+        _paged_attention(module, q, q, q, **{"attention_mask": None, **given})  # type: ignore[arg-type]
 
 
 def test_triton_is_a_backend_that_plans() -> None:

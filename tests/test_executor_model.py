@@ -26,12 +26,14 @@ from tiny_models import (
     save,
 )
 from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from cuelight.actors.executor.batch import Batch
 from cuelight.actors.executor.batch import Sequence as BatchSequence
 from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.model import loading
 from cuelight.actors.executor.model.attention import PagedAttention
+from cuelight.actors.executor.model.backends import Needs
 from cuelight.actors.executor.model.loading import load
 from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.options import CannotLoad
@@ -159,10 +161,18 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         **GROUPED, **UNTIED, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
     ),
     "granite": lambda: transformers.GraniteConfig(**GROUPED),
+    "llama with a window that it does not know": lambda: transformers.LlamaConfig(**GROUPED, sliding_window=8),
     "gpt neox": lambda: transformers.GPTNeoXConfig(**SHAPE),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=48, n_layer=2, n_head=6, n_positions=256, bos_token_id=0, eos_token_id=1
     ),
+}
+LONGROPE: dict[str, object] = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 32,
 }
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "layers without attention": (
@@ -201,18 +211,61 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         "attend to those after them",
     ),
     "longrope": (
-        lambda: transformers.Phi3Config(
+        lambda: transformers.Phi3Config(**GROUPED, original_max_position_embeddings=32, rope_parameters=LONGROPE),
+        "longrope",
+    ),
+    "longrope in some layers": (
+        lambda: transformers.Gemma3TextConfig(
             **GROUPED,
-            original_max_position_embeddings=32,
-            rope_parameters={
-                "rope_type": "longrope",
-                "rope_theta": 10_000.0,
-                "short_factor": [1.0] * 4,
-                "long_factor": [2.0] * 4,
-                "original_max_position_embeddings": 32,
-            },
+            **UNTIED,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}},
         ),
         "longrope",
+    ),
+    "masks that it makes itself": (lambda: transformers.DogeConfig(**GROUPED), "masks of its own"),
+    "layers that are used again": (
+        lambda: transformers.CONFIG_MAPPING["hrm_text"](**SHAPE, head_dim=8, H_cycles=1, L_cycles=1),
+        r"only 0 of HrmTextForCausalLM's \d+ layers",
+    ),
+    "layers that slide without a window": (
+        lambda: transformers.Qwen2Config(**GROUPED, layer_types=["sliding_attention", "full_attention"]),
+        "no sliding_window",
+    ),
+    "a window in its masks alone": (
+        lambda: transformers.PhimoeConfig(**GROUPED, num_local_experts=4, sliding_window=8),
+        "layer 0 of this model asks for a window of None tokens, and its configuration gives it one of 8",
+    ),
+    "a window in layers that see all": (
+        lambda: transformers.MiniMaxConfig(
+            **GROUPED, head_dim=8, num_local_experts=4, sliding_window=8, layer_types=["full_attention"] * 2
+        ),
+        "layer 0 of this model asks for a window of 8 tokens, and its configuration gives it one of None",
+    ),
+    "attention that counts tokens": (
+        lambda: transformers.Llama4TextConfig(
+            **GROUPED, head_dim=8, num_local_experts=2, intermediate_size_mlp=64, layer_types=["full_attention"] * 2
+        ),
+        "attn_temperature_tuning",
+    ),
+    "keys and values of other sizes": (
+        lambda: transformers.DeepseekV3Config(
+            **SHAPE,
+            num_key_value_heads=6,
+            kv_lora_rank=16,
+            q_lora_rank=16,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            first_k_dense_replace=2,
+        ),
+        "6 of 24 numbers as heads of queries, 6 of 24 numbers of keys and 6 of 16 numbers of values",
+    ),
+    "layers that differ": (
+        lambda: transformers.CONFIG_MAPPING["gemma4_text"](
+            **GROUPED, head_dim=8, global_head_dim=16, hidden_size_per_layer_input=0, vocab_size_per_layer_input=9
+        ),
+        "layers differ from each other",
     ),
 }
 
@@ -244,6 +297,43 @@ def test_what_would_be_computed_wrongly_is_refused(family: str, tmp_path: Path) 
         load(options(tmp_path))
 
 
+@pytest.mark.parametrize("why", ["mixes its tokens elsewhere", "cannot be told which tokens' logits are wanted"])
+def test_rows_that_would_depend_on_each_other_are_refused(why: str, tmp_path: Path) -> None:
+    save(FAMILIES["llama"](), tmp_path)
+    loaded = load(options(tmp_path))
+    needs = Needs.of(loaded.model.config, CPU, torch.float32, 4)
+    loading._try(loaded, needs)
+    if "elsewhere" in why:
+        embedding = loaded.model.get_input_embeddings()
+        embedding.register_forward_hook(lambda _, __, output: output + output.roll(1, dims=1))
+    else:
+        loaded.model.register_forward_pre_hook(
+            lambda _, given, named: (given, {**named, "logits_to_keep": 0}), with_kwargs=True
+        )
+    with pytest.raises(CannotLoad, match=why):
+        loading._try(loaded, needs)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_packed_weights_can_be_looked_at_and_not_computed_with(
+    quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looks(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        assert self.up_proj.weight.shape[1] == x.shape[-1]
+        return forward(self, x.to(self.up_proj.weight.device, self.up_proj.weight.dtype))
+
+    def computes(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(torch.nn.functional.linear(x, self.up_proj.weight))
+
+    save(FAMILIES["llama"](), tmp_path)
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", looks)
+    load(options(tmp_path, quantization=quantization))
+    monkeypatch.setattr(LlamaMLP, "forward", computes)
+    with pytest.raises(CannotLoad, match="does not run"):
+        load(options(tmp_path, quantization=quantization))
+
+
 BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "cannot load"),
     "a config that is not JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot load"),
@@ -253,6 +343,10 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
             folder, model_type="nonesuch", auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
         ),
         "trust_remote_code",
+    ),
+    "no model for text alone": (
+        lambda folder: edit_config(folder, model_type="t5"),
+        "transformers has no t5 that continues text alone",
     ),
     "other shapes": (
         lambda folder: edit_config(folder, intermediate_size=32),

@@ -128,6 +128,10 @@ REFUSED: dict[str, tuple[object, str]] = {
     "yarn": ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "is yarn"),
     "no name at all": ({**LLAMA, "rope_scaling": {"type": ["linear"]}}, "rotary embedding is"),
     "a rotation that is no object": ({**LLAMA, "rope_scaling": "linear"}, "unknown way"),
+    "a rotation for each kind of layers": (
+        {**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 100.0}}},
+        "unknown way",
+    ),
     "linear by nothing": ({**LLAMA, "rope_scaling": {"type": "linear"}}, "does not say its factor"),
     "linear by zero": ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 0}}, "does not say its factor"),
     "theta of no number": ({**LLAMA, "rope_theta": "big"}, "does not say its rope_theta"),

@@ -7,7 +7,6 @@ the runner sets, because no cache object passes through the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,6 +22,9 @@ from cuelight.actors.executor.batch import Batch, Ints, Sequence
 from cuelight.actors.executor.model.pool import KVPool
 
 ATTENTION_NAME = "cuelight_paged"
+
+IGNORED_OPTIONS = ("dropout", "position_ids", "logits_to_keep")
+"""Of what transformers gives an attention function, what changes nothing here. Neither do flags."""
 
 PADDING_RATIO_MAX = 1.3
 """Decodes attend together as long as the longest context is at most this much longer than the shortest."""
@@ -55,8 +57,6 @@ class PagedAttention:
         self._query_groups = query_groups
         self._dtype = dtype
         self._device = device
-        self.layers_attended = 0
-        """Layers that came by so far: fewer than the model has if some do not attend through this function."""
         self._blocks = torch.from_numpy(batch.blocks).to(device)
         self._offsets = torch.from_numpy(batch.offsets).to(device)
         # Blocks begun but not filled: what an earlier owner left in them may be NaN, which no mask keeps out (rule 61).
@@ -114,7 +114,6 @@ class PagedAttention:
         as `window`, itself included. `softcap` keeps each score s within bounds: softcap * tanh(s / softcap).
         """
         pool = self._pool
-        self.layers_attended += 1
         if self._begun is not None:
             pool.clear(layer, self._begun)
         pool.write(layer, self._blocks, self._offsets, k, v)
@@ -183,8 +182,6 @@ def _alike(sequences: list[Sequence], block_size: int) -> Iterator[list[Sequence
 class Attention(Protocol):
     """One step's attention, whoever computes it."""
 
-    layers_attended: int
-
     def attend(
         self,
         layer: int,
@@ -237,26 +234,26 @@ def _paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    is_causal: bool | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, None]:
-    """The function transformers calls in each layer; `query`, `key` and `value` are [1, heads, T, head_dim]."""
-    if options.get("s_aux") is not None:
-        raise UnsupportedAttention("this model's attention has sinks, which are not supported yet")
-    if not getattr(module, "is_causal", True):
+    """The function transformers calls in each layer; `query`, `key` and `value` are [1, heads, T, head_dim].
+
+    Raises UnsupportedAttention for whatever else a model gives it, since that would make other numbers.
+    """
+    if attention_mask is not None:  # transformers makes none for an attention function that it does not know
+        raise UnsupportedAttention("this model has masks of its own, which are not supported yet")
+    for name, option in options.items():
+        if option is not None and not isinstance(option, bool) and name not in IGNORED_OPTIONS:
+            what = "sinks" if name in ("s_aux", "sinks") else name
+            raise UnsupportedAttention(f"this model's attention has {what}, which is not supported yet")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedAttention("this model's tokens attend to those after them, so it cannot be served")
     layer: int = module.layer_idx  # type: ignore[assignment]  # every transformers attention module has one
-    if sliding_window is None and _slides(module, layer):
-        raise UnsupportedAttention("this model keeps the window of its sliding layers to itself")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return attend(layer, q, k, v, scaling, sliding_window, softcap)[None], None
-
-
-def _slides(module: torch.nn.Module, layer: int) -> bool:
-    """Whether the model's configuration says that the layer sees a window only."""
-    kinds: Many[str] = getattr(getattr(module, "config", None), "layer_types", None) or ()
-    return layer < len(kinds) and kinds[layer] == "sliding_attention"
 
 
 def register() -> None:

@@ -41,8 +41,6 @@ class CpuAttention:
             [each.block_ids for each in batch.sequences],
         )
         self._longest = max((each.context_length for each in batch.sequences), default=0)
-        self.layers_attended = 0
-        """Layers that came by so far."""
 
     def attend(
         self,
@@ -59,7 +57,6 @@ class CpuAttention:
         Only a window that is longer than every context is one that these kernels know.
         """
         assert softcap is None and (window is None or window >= self._longest), "who chose this backend looked"
-        self.layers_attended += 1
         pool = _pool(self._pool, layer)
         keys, values, queries = (each.float().contiguous() for each in (k, v, q))
         self._kernels.write(pool, self._layout, keys.numpy(), values.numpy())

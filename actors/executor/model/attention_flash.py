@@ -65,8 +65,6 @@ class FlashAttention:
     ) -> None:
         self._function = function
         self._pool = pool
-        self.layers_attended = 0
-        """Layers that came by so far."""
         counts = np.array([each.stop - each.start for each in batch.sequences], np.int32)
         lengths = np.array([each.context_length for each in batch.sequences], np.int32)
         widest = max((len(each.block_ids) for each in batch.sequences), default=0)
@@ -100,7 +98,6 @@ class FlashAttention:
     ) -> torch.Tensor:
         """As `PagedAttention.attend`, without `softcap`."""
         assert softcap is None, "who chose this backend looked"
-        self.layers_attended += 1
         if self._begun is not None:
             self._pool.clear(layer, self._begun)
         keys, values = (stored[layer].transpose(1, 2) for stored in (self._pool.keys, self._pool.values))

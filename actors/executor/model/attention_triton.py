@@ -253,8 +253,6 @@ class TritonAttention:
         self._kernels = kernels
         self._pool = pool
         self._step = step
-        self.layers_attended = 0
-        """Layers that came by so far."""
 
     def attend(
         self,
@@ -267,7 +265,6 @@ class TritonAttention:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """As `PagedAttention.attend`, with as many tokens as the plan has; sums are in float32."""
-        self.layers_attended += 1
         step, keys, values = self._step, self._pool.keys[layer], self._pool.values[layer]
         assert len(q) == len(k) == len(v) == step.key.tokens, "the plan's tokens, all of them"
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

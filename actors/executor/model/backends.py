@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -47,7 +48,7 @@ class Needs:
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             block_size=block_size,
-            window=_window(text),
+            window=next(filter(None, (window_of(text, layer) for layer in range(text.num_hidden_layers))), None),
             softcap=getattr(text, "attn_logit_softcapping", None),
         )
 
@@ -57,13 +58,18 @@ class Needs:
         return self.heads // self.kv_heads
 
 
-def _window(text: PreTrainedConfig) -> int | None:
-    window: int | None = getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None)
-    if window is None or (kinds and "sliding_attention" not in kinds):
+def window_of(text: PreTrainedConfig, layer: int) -> int | None:
+    """The window that the configuration gives a layer, if it cuts any context short."""
+    kinds: Many[str] = getattr(text, "layer_types", None) or ()
+    if kinds and "sliding_attention" not in kinds[layer : layer + 1]:
         return None
+    return cutting(getattr(text, "sliding_window", None), text)
+
+
+def cutting(window: int | None, text: PreTrainedConfig) -> int | None:
+    """The window, if it cuts any context short."""
     longest: int | None = getattr(text, "max_position_embeddings", None)
-    return window if longest is None or window < longest else None
+    return window if window and (longest is None or window < longest) else None
 
 
 class Backend(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -30,6 +31,14 @@ INT_MM_MULTIPLE = 8
 """It takes weights of such sizes only."""
 
 
+class PackedWeight(NamedTuple):
+    """What a model may ask of a weight that lies packed. It is no tensor, so that nobody computes with it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
 class OpaqueLinear(torch.nn.Module):
     """`x @ weight.T + bias` by an operation that a compiler must not look into."""
 
@@ -37,6 +46,7 @@ class OpaqueLinear(torch.nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
+        self.weight = PackedWeight(linear.weight.shape, linear.weight.dtype, linear.weight.device)
         # A tensor, since a number would be compiled in, and each layer would have code of its own.
         self.number = torch.tensor(next(_numbers))
         _layers[int(self.number)] = self

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import signature
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from cuelight.actors.executor.batch import NULL_BLOCK, Batch, Ints, Sequence
-from cuelight.actors.executor.model.attention import Attention, attending, register
+from cuelight.actors.executor.model.attention import Attention, UnsupportedAttention, attending, register
 from cuelight.actors.executor.model.backends import Backend, Needs, choose
 from cuelight.actors.executor.model.compiling import compile_layers
 from cuelight.actors.executor.model.costs import TOKENS_MAX
@@ -29,6 +28,7 @@ from cuelight.actors.executor.model.reading import choose_device, choose_dtype, 
 from cuelight.actors.executor.model.sampling import peak_bytes
 from cuelight.actors.executor.model.sizing import Budget, Memory, count_blocks, memory_of
 from cuelight.actors.executor.model.sizing import measure as measure_memory
+from cuelight.actors.executor.model.witness import Witness
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.options import CannotLoad, LoadOptions
 from cuelight.actors.executor.phases import phases_of_start
@@ -98,7 +98,12 @@ class _Loading:
             self._config = read_config(options.folder)
         self._text = self._config.get_text_config()
         self._memory = memory(self._device)
-        self._needs = Needs.of(self._config, self._device, self._dtype, options.block_size)
+        try:
+            self._needs = Needs.of(self._config, self._device, self._dtype, options.block_size)
+        except RuntimeError as error:  # transformers', where layers have configurations of their own
+            raise CannotLoad(
+                f"this model's layers differ from each other, which is not supported yet: {error}"
+            ) from error
 
     def load(self) -> LoadedModel:
         """As `load` outside."""
@@ -112,9 +117,9 @@ class _Loading:
             pool = self._pool(backend, 1 if self._is_measured else count_blocks(options, self._block_bytes, None))
         loaded = LoadedModel(model, pool, None, HostTier(), self._dtype, self._device, options.eos_token_ids, backend)
         with phases("warm up"):
-            _try(loaded)
+            _try(loaded, self._needs)
         with phases("pack weights"):
-            passes = self._make_fast(model)
+            passes = self._make_fast(loaded)
         with phases("compile"):
             is_compiled = self._wants_compiling and compile_layers(model, partial(_warm, loaded), options.code_folder)
         budget = None
@@ -146,19 +151,21 @@ class _Loading:
     def _wants_compiling(self) -> bool:
         return self._device.type == "cuda" if self._options.eager is None else not self._options.eager
 
-    def _make_fast(self, model: PreTrainedModel) -> dict[str, int]:
+    def _make_fast(self, loaded: LoadedModel) -> dict[str, int]:
         library = self._library()
-        kept = apply_passes(model, standard_passes(library))
+        kept = apply_passes(loaded.model, standard_passes(library))
         if self._options.quantization == "int8":
-            kept["int8_linears"] = self._quantize(model, library)
+            kept["int8_linears"] = self._quantize(loaded, library)
         elif self._device.type == "cpu" and self._dtype is torch.float32:
-            kept["packed_linears"] = pack(model)
+            kept["packed_linears"] = pack(loaded.model)
+            _warm(loaded, 1)  # a model's own code may not take such layers
         return kept
 
-    def _quantize(self, model: PreTrainedModel, library: ctypes.CDLL | None) -> int:
-        probe = Probe(model)
+    def _quantize(self, loaded: LoadedModel, library: ctypes.CDLL | None) -> int:
+        probe = Probe(loaded.model)
         judge = probe.logits()
-        count = quantize(model, library)
+        count = quantize(loaded.model, library)
+        _warm(loaded, 1)
         off = spread(probe.logits(), judge)
         log.info("quantized", linears=count, logits_off=round(off, 4), kernels="torch" if library is None else "native")
         if off > INT8_TOLERANCE:
@@ -257,14 +264,16 @@ class _Loading:
         return replace(loaded, host=host, host_tier=tier)
 
 
-def _try(loaded: LoadedModel) -> None:
-    """One token through the model, into the null block: what cannot be served shows now, not at the first request."""
-    attention = _compute(loaded, [1])
-    if attention.layers_attended != len(loaded.pool.keys):
-        name = type(loaded.model).__name__
-        raise CannotLoad(f"only {attention.layers_attended} of {name}'s {len(loaded.pool.keys)} layers can be served")
-    if "position_ids" not in signature(loaded.model.forward).parameters:  # it would take each token for the first
-        raise CannotLoad(f"{type(loaded.model).__name__} cannot be told its tokens' positions")
+def _try(loaded: LoadedModel, needs: Needs) -> None:
+    """Four tokens through the model, into the null block: what cannot be served shows now, not at the first request.
+
+    Each is a row of its own. The second and the last are alike, and only their logits are asked for.
+    """
+    batch, vocabulary = _batch([1] * 4, loaded.pool.block_size, None), vocabulary_of(loaded.model)
+    batch.token_ids[:] = [1 % vocabulary, 2 % vocabulary, 0, 2 % vocabulary]
+    witness = Witness(loaded.attention(batch), needs, loaded.model.config.get_text_config())
+    logits = _forward(loaded, batch, witness, np.array([1, 3]))
+    witness.judge(loaded.model, logits)
     _clear_null_block(loaded.pool)
 
 
@@ -279,26 +288,30 @@ def _clear_null_block(pool: KVPool) -> None:
         tensor[NULL_BLOCK].zero_()
 
 
-def _compute(loaded: LoadedModel, counts: Many[int], block_ids: Ints | None = None) -> Attention:
+def _compute(loaded: LoadedModel, counts: Many[int], block_ids: Ints | None = None) -> None:
     """Rows of so many tokens each, from nothing to the logits of the last ones.
 
     One row may lie in blocks of its own; without, all lie on top of each other in the null block. Raises CannotLoad.
     """
     batch = _batch(counts, loaded.pool.block_size, block_ids)
-    attention = loaded.attention(batch)
-    ends = np.array([each.stop - 1 for each in batch.sequences])
+    _forward(loaded, batch, loaded.attention(batch), np.array([each.stop - 1 for each in batch.sequences]))
+
+
+def _forward(loaded: LoadedModel, batch: Batch, attention: Attention, keep: Ints) -> torch.Tensor:
+    """The logits after the tokens `keep`. Raises CannotLoad."""
     # Positions beyond the model's own do not matter here, but it has to know them.
     limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or CONTEXT_LENGTH_MAX
-    given = (batch.token_ids, batch.positions % limit, ends)
-    token_ids, positions, keep = (torch.from_numpy(array).to(loaded.device) for array in given)
+    given = (batch.token_ids, batch.positions % limit, keep)
+    token_ids, positions, kept = (torch.from_numpy(array).to(loaded.device) for array in given)
     try:
         with torch.inference_mode(), attending(attention):
-            loaded.forward(token_ids[None], positions[None], keep)
+            return loaded.forward(token_ids[None], positions[None], kept)
     except torch.OutOfMemoryError:
         raise
+    except UnsupportedAttention as error:
+        raise CannotLoad(str(error)) from error
     except Exception as error:
         raise CannotLoad(f"this model does not run: {error}") from error
-    return attention
 
 
 def _batch(counts: Many[int], block_size: int, block_ids: Ints | None) -> Batch:

@@ -27,14 +27,10 @@ class DenseAttention:
     """Causal attention over one row of tokens that are all there. Windows and caps are left out: who compares two
     forms of a model needs only the same for both."""
 
-    def __init__(self) -> None:
-        self.layers_attended = 0
-
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, *_: object, **__: object
     ) -> torch.Tensor:
         """Shapes as `PagedAttention.attend`'s."""
-        self.layers_attended += 1
         queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
         out = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
         return out[0].transpose(0, 1)

@@ -73,11 +73,19 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise CannotLoad(f"{text.model_type} is no transformer with attention in each layer")
     if text.num_hidden_layers < 1:
         raise CannotLoad(f"{folder} cannot be served: its num_hidden_layers is {text.num_hidden_layers}")
-    for kind in getattr(text, "layer_types", None) or ():
+    kinds = getattr(text, "layer_types", None) or ()
+    for kind in kinds:
         if kind not in SERVED_LAYERS:
             raise CannotLoad(f"this model has layers of {kind}, which is not supported yet")
+    if "sliding_attention" in kinds and not getattr(text, "sliding_window", None):
+        raise CannotLoad("this model has layers of sliding_attention, and its configuration no sliding_window")
+    if getattr(text, "attn_temperature_tuning", False):
+        raise CannotLoad(
+            "this model's attention counts tokens by itself (attn_temperature_tuning), not by their positions"
+        )
     rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
+    # Some have one for each kind of layers.
+    if any(each.get("rope_type") == "longrope" for each in (rope, *rope.values()) if isinstance(each, dict)):
         # Its frequencies depend on the longest row of a batch, so rows would depend on each other.
         raise CannotLoad("this model's rotary embedding is longrope, which is not supported yet")
     return config
@@ -104,6 +112,8 @@ def read_model(
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
             raise CannotLoad(f"transformers' {config.model_type} lets nobody else compute its attention") from error
+        if str(error).startswith("Unrecognized configuration class"):  # and then a list of some hundred that are known
+            raise CannotLoad(f"transformers has no {config.model_type} that continues text alone") from error
         raise CannotLoad(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
     model, report = cast(tuple[PreTrainedModel, _Report], read)
     # transformers would go on with random numbers in the place of either.

@@ -120,7 +120,7 @@ def _number(config: Config, name: str, default: float | None = None) -> float:
 def _inverse_frequencies(config: Config, head_dim: int) -> Floats:
     """As transformers' "default", "linear" and "llama3" compute them, with its roundings to float32."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
+    if not isinstance(rope, dict) or any(isinstance(part, dict) for part in rope.values()):
         raise NotNative("its rotary embedding is described in an unknown way")
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
         raise NotNative("its rotary embedding turns a part of each head")

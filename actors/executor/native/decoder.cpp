@@ -193,8 +193,6 @@ int64_t cue_decoder_bytes(const CueDecoder* decoder, int64_t tokens) {
 
 int cue_decode(const CueDecoder* decoder, const CueStep* step, void* scratch, float* logits, int64_t* best,
                double* seconds) {
-    thread_local const bool patient = (cue::be_patient(), true);
-    (void)patient;
     return cue::Step(*decoder, *step, scratch, seconds).run(logits, best);
 }
 }

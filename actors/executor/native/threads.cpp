@@ -13,10 +13,6 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #include "isa.h"
 
@@ -101,7 +97,6 @@ private:
     bool called() const { return left_.load() != 0 || stop_.load(); }
 
     void work() {
-        be_patient();
         in_task = true;
         while (!stop_.load()) {
             if (!spin([this] { return called(); })) sleep();
@@ -174,22 +169,6 @@ void alone(int tasks, void (*run)(void*, int), void* context) {
 }
 
 }  // namespace
-
-void be_patient() {
-#if defined(__linux__) && defined(SYS_sched_setattr)
-    constexpr uint64_t kSlice = 20'000'000;  // nanoseconds
-    struct {  // struct sched_attr in its first form, which C libraries have only lately
-        uint32_t size, policy;
-        uint64_t flags;
-        int32_t nice;
-        uint32_t priority;
-        uint64_t runtime, deadline, period;
-    } now{};
-    if (syscall(SYS_sched_getattr, 0, &now, sizeof now, 0) != 0 || now.policy != SCHED_OTHER) return;
-    now.runtime = kSlice;
-    syscall(SYS_sched_setattr, 0, &now, 0);  // before Linux 6.12 it has no effect
-#endif
-}
 
 void parallel(int tasks, void (*run)(void*, int), void* context) {
     Shared& here = state();

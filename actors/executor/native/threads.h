@@ -17,10 +17,6 @@ void parallel(int tasks, Body&& body) {
     parallel(tasks, run, const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-// The calling thread computes for long: from now on a thread that wakes, as that of the host program's event loop, need
-// not wait for its slice of time to end. Where the system knows no slices nothing changes.
-void be_patient();
-
 }  // namespace cue
 
 extern "C" {

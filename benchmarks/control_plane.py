@@ -10,7 +10,7 @@ from cuelight.actors.cache.actor import CacheManager
 from cuelight.actors.scheduler.actor import Scheduler, SchedulerInbox
 from cuelight.actors.scheduler.outbox import Neighbours
 from cuelight.actors.scheduler.planning import Limits
-from cuelight.kernel import Actor, Context, Part, Role
+from cuelight.kernel import Actor, ActorSpec, Context, Role
 from cuelight.messages import cache, detokenizer, executor, intake, scheduler
 from cuelight.messages.address import Address
 from cuelight.messages.observer import ObserverMessage
@@ -40,13 +40,13 @@ class Sink(Actor[object]):
 class Blank(Actor[intake.IntakeMessage]):
     """An intake that remembers nothing, which is all that the first scheduler asks of it."""
 
-    def __init__(self, to_scheduler: Address[scheduler.Remembered]) -> None:
+    def __init__(self, to_scheduler: Address[scheduler.RestoreState]) -> None:
         self._scheduler = to_scheduler
 
     def handle(self, message: intake.IntakeMessage) -> None:
         """Answer a scheduler that begins."""
         if isinstance(message, intake.SchedulerStarted):
-            self._scheduler.tell(scheduler.Remembered(message.life, None, (), (), ()))
+            self._scheduler.tell(scheduler.RestoreState(message.life, None, (), (), ()))
 
 
 class Confirming(Actor[detokenizer.DetokenizerMessage]):
@@ -94,7 +94,7 @@ class ControlPlane:
     @property
     def scheduler(self) -> Role[SchedulerInbox]:
         """To whom requests are told, after `ExecutorReady`."""
-        urgent = (scheduler.Admit, scheduler.Abort, scheduler.Remembered)
+        urgent = (scheduler.Admit, scheduler.Abort, scheduler.RestoreState)
         return Role("scheduler", scheduler.SchedulerMessage, self.capacity, urgent)
 
     def cast(
@@ -102,7 +102,7 @@ class ControlPlane:
         build_executor: Callable[[Context[object]], Actor[executor.ExecutorMessage]],
         detokenizer_stand_in: Actor[detokenizer.DetokenizerMessage],
         wrap: Wrap = as_it_is,
-    ) -> list[Part[Never]]:
+    ) -> list[ActorSpec[Never]]:
         """The parts, with scheduler and cache manager put through `wrap`."""
         to_detokenizer: Role[detokenizer.DetokenizerMessage]
         to_detokenizer = Role("detokenizer", detokenizer.DetokenizerMessage, self.capacity)
@@ -121,9 +121,9 @@ class ControlPlane:
             return wrap(Scheduler(context, self.limits, frozenset(), neighbours, self.policy), "scheduler")
 
         return [
-            Part(to_detokenizer, lambda context: Confirming(detokenizer_stand_in, context.find(self.scheduler))),
-            Part(to_intake, lambda context: Blank(context.find(self.scheduler))),
-            Part(to_executor, build_executor),
-            Part(to_cache, lambda _: wrap(CacheManager(self.observer, self.watermark_fraction), "cache")),
-            Part(self.scheduler, build_scheduler),
+            ActorSpec(to_detokenizer, lambda context: Confirming(detokenizer_stand_in, context.find(self.scheduler))),
+            ActorSpec(to_intake, lambda context: Blank(context.find(self.scheduler))),
+            ActorSpec(to_executor, build_executor),
+            ActorSpec(to_cache, lambda _: wrap(CacheManager(self.observer, self.watermark_fraction), "cache")),
+            ActorSpec(self.scheduler, build_scheduler),
         ]

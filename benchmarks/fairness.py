@@ -104,7 +104,7 @@ class Device(Actor[_DeviceInbox]):
         if isinstance(message, _Over):
             message.reply_to.tell(message.answer)
             return
-        if isinstance(message, executor.Report):
+        if isinstance(message, executor.GetExecutorState):
             return  # whoever drives the trial says when it is ready
         sampling = self._rows.compute(message)
         decodes = sum(chunk.token_count == 1 for chunk in message.chunks)

@@ -91,7 +91,7 @@ class Device(Actor[_DeviceInbox]):
         if isinstance(message, _Over):
             message.reply_to.tell(message.answer)
             return
-        if isinstance(message, executor.Report):
+        if isinstance(message, executor.GetExecutorState):
             return  # whoever drives the trial says when it is ready
         sampling = self._rows.compute(message)
         tokens = sum(chunk.token_count for chunk in message.chunks)

@@ -34,7 +34,7 @@ from typing import Final, Never, TypedDict, TypeVar
 from benchmarks.common import percentile, report
 from benchmarks.control_plane import ControlPlane, Rows, Sink
 from cuelight.actors.scheduler.planning import Limits
-from cuelight.kernel import Actor, Part, System
+from cuelight.kernel import Actor, ActorSpec, System
 from cuelight.messages import executor, observer, scheduler
 from cuelight.messages.request import RequestId, Sampling, Service
 
@@ -123,7 +123,7 @@ class Echo(Actor[executor.ExecutorMessage]):
         self.is_done = asyncio.Event()
 
     def handle(self, message: executor.ExecutorMessage) -> None:
-        if isinstance(message, executor.Report):
+        if isinstance(message, executor.GetExecutorState):
             return  # whoever drives the trial says when it is ready
         begin = time.perf_counter()
         sampling = self._rows.compute(message)
@@ -175,7 +175,7 @@ class Rig:
         self._plane = ControlPlane(limits, 0.0, scheduler.SetPolicy("fcfs"), capacity, self.board)
         self.scheduler = self._plane.scheduler
 
-    def cast(self) -> list[Part[Never]]:
+    def cast(self) -> list[ActorSpec[Never]]:
         """The parts, with timers around the handlers where the time is to be split."""
         return self._plane.cast(lambda _: self.echo, Sink(), self._timed)
 

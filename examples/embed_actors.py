@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
-from cuelight.kernel import Actor, Address, Context, Part, Ref, Role, System, Worker, ask
+from cuelight.kernel import Actor, ActorSpec, Address, Context, Ref, Role, System, Worker, ask
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,10 @@ def sorry(path: Path, error: Exception) -> Unreadable:
 
 async def main(paths: list[Path]) -> None:
     # Sinks first: the cast starts in this order, and stops in reverse, so nobody sends to an actor that is gone.
-    cast = (Part(TALLY, lambda _: Tally()), Part(READER, lambda context: Reader(context, context.find(TALLY))))
+    cast = (
+        ActorSpec(TALLY, lambda _: Tally()),
+        ActorSpec(READER, lambda context: Reader(context, context.find(TALLY))),
+    )
     async with System(cast) as system:
         for path in paths:
             system.find(READER).tell(Read(path))

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO, TypeAlias, assert_never
 
-from cuelight.kernel import Actor, Address, Context, Part, Role, System, Worker, ask
+from cuelight.kernel import Actor, ActorSpec, Address, Context, Role, System, Worker, ask
 
 WINDOW = 16
 """Items that are on their way from the source into the file, at most."""
@@ -108,8 +108,8 @@ class Writer(Actor[WriterMessage]):
 
 
 async def main(file: TextIO, count: int) -> None:
-    parts = Part(WRITER, lambda context: Writer(context, file)), Part(HASHER, Hasher)
-    async with System([*parts, Part(SOURCE, lambda context: Source(context, count))]) as system:
+    parts = ActorSpec(WRITER, lambda context: Writer(context, file)), ActorSpec(HASHER, Hasher)
+    async with System([*parts, ActorSpec(SOURCE, lambda context: Source(context, count))]) as system:
         print(await ask(system.find(WRITER), partial(AwaitEnd, count), timeout_seconds=60), "lines written")
         for name, mailbox in system.statistics().items():
             print(f"{name}: {mailbox.delivered} messages, at most {mailbox.peak} of {mailbox.capacity} waiting at once")

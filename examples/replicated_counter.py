@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, assert_never
 
-from cuelight.kernel import Actor, Address, Context, Fate, Part, Role
+from cuelight.kernel import Actor, ActorSpec, Address, Context, RestartPolicy, Role
 from cuelight.kernel.faults import Faults
 from cuelight.kernel.simulation import Simulation, for_each_seed
 
 INCREMENTS = frozenset(range(30))
-FATE = Fate(restarts_max=100, window_seconds=1.0, backoff_max_seconds=0.5)
+RESTART_POLICY = RestartPolicy(restarts_max=100, window_seconds=1.0, backoff_max_seconds=0.5)
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Client(Actor[Acknowledged | _Tick]):
 def trial(seed: int, *, has_bug: bool) -> None:
     saved: list[set[int]] = [set() for _ in REPLICAS]
     builds = [partial(Replica, saved=numbers, has_bug=has_bug) for numbers in saved]
-    replicas = [Part(role, build, FATE) for role, build in zip(REPLICAS, builds, strict=True)]
-    client = Part(CLIENT, partial(Client, unacknowledged=set(INCREMENTS)), FATE)
+    replicas = [ActorSpec(role, build, RESTART_POLICY) for role, build in zip(REPLICAS, builds, strict=True)]
+    client = ActorSpec(CLIENT, partial(Client, unacknowledged=set(INCREMENTS)), RESTART_POLICY)
     simulation = Simulation([*replicas, client], seed, faults=Faults(crash=0.05, delay_seconds_max=0.5))
     simulation.run(until_seconds=30)
     counts = [len(numbers) for numbers in saved]

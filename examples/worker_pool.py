@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, assert_never
 
-from cuelight.kernel import Actor, Address, Context, Fate, InProcess, Part, Role, System, Terminated, ask
+from cuelight.kernel import Actor, ActorSpec, Address, Context, InProcess, RestartPolicy, Role, System, Terminated, ask
 
 ATTEMPTS_MAX = 2
 
@@ -109,8 +109,8 @@ class Foreman(Actor[ForemanMessage]):
 
 
 async def main(*jobs: Job) -> None:
-    workers = [Part(role, PrimeCounter, Fate(restarts_max=10), InProcess()) for role in WORKERS]
-    async with System([*workers, Part(FOREMAN, Foreman)], slow_handler_seconds=60.0) as system:
+    workers = [ActorSpec(role, PrimeCounter, RestartPolicy(restarts_max=10), InProcess()) for role in WORKERS]
+    async with System([*workers, ActorSpec(FOREMAN, Foreman)], slow_handler_seconds=60.0) as system:
         for job, count in await ask(system.find(FOREMAN), partial(Run, jobs), timeout_seconds=60):
             print(f"{job}: {'set aside' if count is None else count}")
 

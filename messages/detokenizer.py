@@ -10,6 +10,7 @@ from cuelight.messages.address import Address
 from cuelight.messages.client import Chunk, End
 from cuelight.messages.intake import Opened, Streams
 from cuelight.messages.request import FinishReason, RequestId, Usage
+from cuelight.messages.scheduler import IntakeStarted
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -27,17 +28,13 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     output: tuple[int, ...] = ()
 
 
-class Abandon(msgspec.Struct, frozen=True, tag=True):
+class DropStream(msgspec.Struct, frozen=True, tag=True):
     """Intake knows of no such request: forget its stream without a word. A client that still waits sends it again."""
 
     request_id: RequestId
 
 
-class IntakeStarted(msgspec.Struct, frozen=True, tag=True):
-    """Intake is new. Answered with `DetokenizerStarted` by a detokenizer that has not heard `Reopened`."""
-
-
-class Keep(msgspec.Struct, frozen=True, tag=True):
+class RetainStreams(msgspec.Struct, frozen=True, tag=True):
     """A new intake knows of all that clients still wait for: forget every stream but theirs, without a word."""
 
     request_ids: tuple[RequestId, ...]
@@ -52,14 +49,14 @@ class Reopened(msgspec.Struct, frozen=True, tag=True):
 class Histories(msgspec.Struct, frozen=True, tag=True):
     """All output tokens of requests that live, and of some whose end was not confirmed, with those ends.
 
-    Of all of them, as the answer to `Recall`; of one that is admitted again. Streams that lack some catch up.
+    Of all of them, as the answer to `GetHistories`; of one that is admitted again. Streams that lack some catch up.
     """
 
     live: tuple[tuple[RequestId, tuple[int, ...]], ...]
     ended: tuple[tuple[RequestEnded, tuple[int, ...]], ...]
 
 
-class TellStreams(msgspec.Struct, frozen=True, tag=True):
+class GetStreams(msgspec.Struct, frozen=True, tag=True):
     """What has each stream that has not ended been given? Answered once: `Streams`; not at all before `Reopened`."""
 
     reply_to: Address[Streams]
@@ -93,5 +90,5 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 DetokenizerMessage: TypeAlias = (
-    Open | Abandon | Keep | TokensReady | RequestEnded | IntakeStarted | Reopened | Histories | TellStreams
+    Open | DropStream | RetainStreams | TokensReady | RequestEnded | IntakeStarted | Reopened | Histories | GetStreams
 )

@@ -32,7 +32,7 @@ class Extension(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...]
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class RowChunk(msgspec.Struct, frozen=True):
     """Compute the next `token_count` tokens of a row. The chunk that reaches the row's last token also samples one."""
 
     request_id: RequestId
@@ -53,15 +53,15 @@ class ExecuteStep(msgspec.Struct, frozen=True, tag=True):
     ended: tuple[RequestId, ...]
     rows: tuple[Row, ...]
     extensions: tuple[Extension, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[RowChunk, ...]
     reply_to: Address[StepDone | StepFailed]
     copies: tuple[BlockCopies, ...] = ()
 
 
-class Report(msgspec.Struct, frozen=True, tag=True):
+class GetExecutorState(msgspec.Struct, frozen=True, tag=True):
     """How is the executor? Answered once: `ExecutorLoading`, `ExecutorReady` or `ExecutorFailed`."""
 
     reply_to: Address[ExecutorLoading | ExecutorReady | ExecutorFailed]
 
 
-ExecutorMessage: TypeAlias = ExecuteStep | Report
+ExecutorMessage: TypeAlias = ExecuteStep | GetExecutorState

@@ -9,7 +9,7 @@ import msgspec
 from cuelight.messages.address import Address
 from cuelight.messages.client import ClientMessage
 from cuelight.messages.request import Prompt, RequestId, Sampling, Service
-from cuelight.messages.scheduler import Condemn, SetPolicy
+from cuelight.messages.scheduler import FailRequest, SetPolicy
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -30,7 +30,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     output: tuple[int, ...] = ()
 
 
-class AllSent(msgspec.Struct, frozen=True, tag=True):
+class ResendComplete(msgspec.Struct, frozen=True, tag=True):
     """After `Ready`, clients have sent again all that they still wait for."""
 
 
@@ -53,13 +53,13 @@ class DetokenizerStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class SchedulerStarted(msgspec.Struct, frozen=True, tag=True):
-    """The scheduler is new. Intake asks the detokenizer for `Streams`, and answers `Remembered`, with its `life`."""
+    """The scheduler is new. Intake asks the detokenizer for `Streams`, and answers `RestoreState`, with its `life`."""
 
     life: int
 
 
 class Streams(msgspec.Struct, frozen=True, tag=True):
-    """The detokenizer answers `TellStreams`: the output tokens of each stream that has not ended."""
+    """The detokenizer answers `GetStreams`: the output tokens of each stream that has not ended."""
 
     histories: tuple[tuple[RequestId, tuple[int, ...]], ...]
 
@@ -76,7 +76,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     request_ids: tuple[RequestId, ...]
 
 
-class Serving(msgspec.Struct, frozen=True, tag=True):
+class CapacityChanged(msgspec.Struct, frozen=True, tag=True):
     """The executor is ready. No request may hold more than `token_capacity` tokens, prompt and output together.
 
     `context_length` is that of the model which has taken over; None where it is still the first one.
@@ -88,14 +88,14 @@ class Serving(msgspec.Struct, frozen=True, tag=True):
 
 IntakeMessage: TypeAlias = (
     Submit
-    | AllSent
+    | ResendComplete
     | Cancel
-    | Condemn
+    | FailRequest
     | SetTenants
     | SetPolicy
     | Opened
     | Finished
-    | Serving
+    | CapacityChanged
     | DetokenizerStarted
     | SchedulerStarted
     | Streams

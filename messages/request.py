@@ -60,7 +60,7 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_salt: str = ""
 
 
-class Copying(StrEnum):
+class CopyKind(StrEnum):
     """Between which memories blocks are copied."""
 
     SAVE = "save"
@@ -74,7 +74,7 @@ class Copying(StrEnum):
 class BlockCopies(msgspec.Struct, frozen=True):
     """Copy the K/V of whole blocks, each `sources[i]` to `targets[i]`. No block is both a source and a target."""
 
-    copying: Copying
+    copying: CopyKind
     sources: tuple[int, ...]
     targets: tuple[int, ...]
 

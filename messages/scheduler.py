@@ -36,7 +36,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: RequestId
 
 
-class Condemn(msgspec.Struct, frozen=True, tag=True):
+class FailRequest(msgspec.Struct, frozen=True, tag=True):
     """End a request that has brought an actor down, for this reason. Idempotent; unknown ids are ignored."""
 
     request_id: RequestId
@@ -185,19 +185,21 @@ class Switch(msgspec.Struct, frozen=True, tag=True):
     reply_to: Address[Switched | SwitchFailed]
 
 
-class CallOff(msgspec.Struct, frozen=True, tag=True):
+class CancelSwitch(msgspec.Struct, frozen=True, tag=True):
     """The executor of this role is not to take over any more: `SwitchFailed`. Harmless where it has, or will not."""
 
     executor: str
 
 
 class IntakeStarted(msgspec.Struct, frozen=True, tag=True):
-    """Intake is new. Answered with `Serving`, now or once the executor is ready; and with `SchedulerStarted` by a
-    scheduler that has not heard `Remembered`.
+    """Intake is new. Sent to the scheduler and to the detokenizer.
+
+    The scheduler answers `CapacityChanged`, at once or when the executor is ready, and also `SchedulerStarted` while it
+    still waits for `RestoreState`. The detokenizer answers `DetokenizerStarted` while it still waits for `Reopened`.
     """
 
 
-class Recall(msgspec.Struct, frozen=True, tag=True):
+class GetHistories(msgspec.Struct, frozen=True, tag=True):
     """The detokenizer is new. Answered once, to it: `Histories`, of all whose end it has not confirmed."""
 
 
@@ -211,7 +213,7 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
     is_ended: bool = True
 
 
-class Remembered(msgspec.Struct, frozen=True, tag=True):
+class RestoreState(msgspec.Struct, frozen=True, tag=True):
     """The ledger and the streams, from which a new scheduler begins: all that was admitted and has not finished.
 
     `histories` are the output tokens that streams have been given, by request. Where intake `has_served`, another
@@ -229,7 +231,7 @@ class Remembered(msgspec.Struct, frozen=True, tag=True):
 SchedulerMessage: TypeAlias = (
     Admit
     | Abort
-    | Condemn
+    | FailRequest
     | SetPolicy
     | Explain
     | Granted
@@ -241,8 +243,8 @@ SchedulerMessage: TypeAlias = (
     | ExecutorReady
     | ExecutorFailed
     | IntakeStarted
-    | Recall
-    | Remembered
+    | GetHistories
+    | RestoreState
     | Switch
-    | CallOff
+    | CancelSwitch
 )

@@ -24,14 +24,14 @@ from cuelight.actors.scheduler.planning import Limits as StepLimits
 from cuelight.config import EngineConfig, ModelFacts, read_facts
 from cuelight.errors import ModelUnavailable
 from cuelight.kept_tokenizer import load_tokenizer
-from cuelight.kernel import Fate, InLoop, InProcess, Part, Role, Terminated, get_logger
+from cuelight.kernel import ActorSpec, InLoop, InProcess, RestartPolicy, Role, Terminated, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.cache import CacheMessage
 from cuelight.messages.detokenizer import DetokenizerMessage
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.intake import IntakeMessage
 from cuelight.messages.observer import ObserverMessage
-from cuelight.messages.scheduler import Abort, Admit, Condemn, Remembered, SchedulerMessage, SetPolicy
+from cuelight.messages.scheduler import Abort, Admit, FailRequest, RestoreState, SchedulerMessage, SetPolicy
 from cuelight.model_cache import cache_directory
 
 if TYPE_CHECKING:
@@ -41,15 +41,15 @@ B = TypeVar("B")
 
 log = get_logger("cuelight.engine")
 
-FATE = Fate(restarts_max=50, window_seconds=60.0, backoff_seconds=0.01, backoff_max_seconds=0.2)
+RESTART_POLICY = RestartPolicy(restarts_max=50, window_seconds=60.0, backoff_seconds=0.01, backoff_max_seconds=0.2)
 """A life is cheap: whoever is new asks its neighbours, and goes on."""
 
-EXECUTOR_FATE = Fate(
+EXECUTOR_RESTART_POLICY = RestartPolicy(
     restarts_max=100, window_seconds=60.0, backoff_seconds=0.02, backoff_max_seconds=0.2, restarts_at_start=True
 )
 """The scheduler gives up sooner where nothing comes of it."""
 
-Casting: TypeAlias = Callable[["EngineConfig", "Roles", Address[ObserverMessage], "Lead"], tuple[Part[Never], ...]]
+Casting: TypeAlias = Callable[["EngineConfig", "Roles", Address[ObserverMessage], "Lead"], tuple[ActorSpec[Never], ...]]
 """Finds all that an engine plays with and gives the parts. Blocks, so it is called on a thread."""
 
 
@@ -163,16 +163,16 @@ class Lead:
             self.lasting.close()
 
 
-def executor_part(
+def executor_spec(
     load_device: Callable[..., Device[B]],
     lasting: LastingMemory | None,
     config: EngineConfig,
     role: Role[ExecutorMessage],
     scheduler: Role[SchedulerMessage],
-) -> Part[ExecutorMessage]:
+) -> ActorSpec[ExecutorMessage]:
     """An executor that loads this and answers to that scheduler."""
     placement = InProcess() if lives_in_process(config) else InLoop()
-    return Part(role, partial(build_executor, load_device, lasting, scheduler), EXECUTOR_FATE, placement)
+    return ActorSpec(role, partial(build_executor, load_device, lasting, scheduler), EXECUTOR_RESTART_POLICY, placement)
 
 
 def lasting_memory(config: EngineConfig) -> LastingMemory | None:
@@ -212,7 +212,7 @@ def roles(config: EngineConfig) -> Roles:
             "scheduler",
             SchedulerMessage | Terminated,
             capacity=8 * requests + 64,
-            urgent=(Admit, Abort, Condemn, SetPolicy, Remembered),
+            urgent=(Admit, Abort, FailRequest, SetPolicy, RestoreState),
         ),
         intake=Role("intake", IntakeMessage, capacity=8 * requests + 64),
     )
@@ -224,7 +224,7 @@ def assemble(
     cast: Roles,
     observer: Address[ObserverMessage],
     lead: Lead | None = None,
-) -> tuple[Part[Never], ...]:
+) -> tuple[ActorSpec[Never], ...]:
     """The five parts. `lead` is what changes when another model takes over."""
     facts = ensemble.facts
     lead = lead or Lead(cast.executor)
@@ -244,16 +244,16 @@ def assemble(
     is_apart = lives_in_process(config)
     policy = SetPolicy(config.policy, config.aging_seconds, tuple((config.tenant_weights or {}).items()))
     return (
-        Part(
+        ActorSpec(
             cast.detokenizer,
             lambda context: Detokenizer(
                 context, ensemble.decode, context.find(cast.scheduler), context.find(cast.intake)
             ),
-            FATE,
+            RESTART_POLICY,
         ),
-        executor_part(ensemble.load_device, ensemble.lasting, config, cast.executor, cast.scheduler),
-        Part(cast.cache, lambda _: CacheManager(observer, config.watermark_fraction), FATE),
-        Part(
+        executor_spec(ensemble.load_device, ensemble.lasting, config, cast.executor, cast.scheduler),
+        ActorSpec(cast.cache, lambda _: CacheManager(observer, config.watermark_fraction), RESTART_POLICY),
+        ActorSpec(
             cast.scheduler,
             lambda context: Scheduler(
                 context,
@@ -272,9 +272,9 @@ def assemble(
                 policy,
                 lead.context_length,
             ),
-            FATE,
+            RESTART_POLICY,
         ),
-        Part(
+        ActorSpec(
             cast.intake,
             lambda context: Intake(
                 context,
@@ -284,6 +284,6 @@ def assemble(
                 context.find(cast.detokenizer),
                 observer,
             ),
-            FATE,
+            RESTART_POLICY,
         ),
     )

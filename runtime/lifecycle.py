@@ -21,7 +21,7 @@ from cuelight.drain import Drain
 from cuelight.ensemble import Ensemble, Lead, casting, lives_in_process, roles
 from cuelight.fingerprint import Fingerprint, fingerprint
 from cuelight.health import HealthRecord
-from cuelight.kernel import ActorCrashed, NotSendable, Part, System, get_logger
+from cuelight.kernel import ActorCrashed, ActorSpec, NotSendable, System, get_logger
 from cuelight.kernel.journal import Journal
 from cuelight.past import Past
 from cuelight.progress import Progress
@@ -143,7 +143,7 @@ class Lifecycle:
         self._journal, past = await in_thread(work, too_late=_close_begun)
         return past
 
-    async def _start_system(self, parts: tuple[Part[Never], ...]) -> System:
+    async def _start_system(self, parts: tuple[ActorSpec[Never], ...]) -> System:
         self.system = system = System(
             parts,
             chance=random.Random(self._config.seed),

@@ -12,12 +12,12 @@ from cuelight.client import Inbox
 from cuelight.kernel import ActorCrashed
 from cuelight.messages.address import Address
 from cuelight.messages.detokenizer import Histories
-from cuelight.messages.intake import AllSent, Cancel, IntakeMessage, SetTenants, Streams, Submit
+from cuelight.messages.intake import Cancel, IntakeMessage, ResendComplete, SetTenants, Streams, Submit
 from cuelight.messages.request import FinishReason, RequestId
-from cuelight.messages.scheduler import Remembered, SetPolicy
+from cuelight.messages.scheduler import RestoreState, SetPolicy
 from cuelight.past import Carried
 
-_RECOLLECTIONS = (Remembered, Histories, Streams)
+_RECOLLECTIONS = (RestoreState, Histories, Streams)
 """From these a new actor begins: all that lives is in them, so what had brought it down is met again there."""
 
 
@@ -67,7 +67,7 @@ class OpenRequests:
             intake.tell(msgspec.structs.replace(submit, is_accepted=inbox.is_accepted, output=output))
             if inbox.cancelled:
                 intake.tell(Cancel(request_id))
-        intake.tell(AllSent())
+        intake.tell(ResendComplete())
 
     def fail(self, reason: Callable[[], errors.EngineError]) -> None:
         """End them all, each with an exception of its own."""

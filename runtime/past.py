@@ -21,12 +21,12 @@ from cuelight.messages.detokenizer import Histories, Open, RequestEnded, TokensR
 from cuelight.messages.executor import ExecuteStep
 from cuelight.messages.intake import Cancel, Submit
 from cuelight.messages.request import FinishReason, Prompt, RequestId, Sampling, Service
-from cuelight.messages.scheduler import Condemn, Switch
+from cuelight.messages.scheduler import FailRequest, Switch
 
 _RECEIVERS: Final[Mapping[type, str]] = {
     Submit: "intake",
     Cancel: "intake",
-    Condemn: "intake",
+    FailRequest: "intake",
     Open: "detokenizer",
     TokensReady: "detokenizer",
     Histories: "detokenizer",
@@ -162,7 +162,7 @@ class _Reading:
                 self._next_id = max(self._next_id, request_id + 1)  # of a prompt that was too long to be recorded
                 if (life := self._lives.get(request_id)) is not None:
                     life.is_accepted = True
-            case Cancel(request_id) | Condemn(request_id):
+            case Cancel(request_id) | FailRequest(request_id):
                 self._lives.pop(request_id, None)
             case Switch():
                 self._models[message.executor] = message.model

@@ -13,12 +13,12 @@ from cuelight import errors
 from cuelight.actors.executor.building import load_model
 from cuelight.actors.executor.lasting import LastingMemory
 from cuelight.config import EngineConfig, is_one_of, read_facts, shown
-from cuelight.ensemble import Ensemble, Lead, Roles, executor_part, lasting_memory, load_options
+from cuelight.ensemble import Ensemble, Lead, Roles, executor_spec, lasting_memory, load_options
 from cuelight.fingerprint import Fingerprint, fingerprint
-from cuelight.kernel import Address, NotSendable, Part, Role, System
+from cuelight.kernel import ActorSpec, Address, NotSendable, Role, System
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.observer import Switched, SwitchFailed
-from cuelight.messages.scheduler import CallOff, SchedulerMessage, Switch
+from cuelight.messages.scheduler import CancelSwitch, SchedulerMessage, Switch
 from cuelight.replay import Origin
 from cuelight.store import model_path
 from cuelight.threads import in_thread
@@ -31,7 +31,7 @@ RUNNING: Final = ("finish", "recompute")
 LINGER_SECONDS: Final = 5.0
 """For an executor's process to end in order; then it is killed."""
 
-ExecutorPart: TypeAlias = Callable[[Role[ExecutorMessage], Role[SchedulerMessage]], Part[ExecutorMessage]]
+ExecutorSpec: TypeAlias = Callable[[Role[ExecutorMessage], Role[SchedulerMessage]], ActorSpec[ExecutorMessage]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Successor:
     """A model that may take over: what must be known of it, and the executor that would load it."""
 
     origin: Origin
-    part: ExecutorPart
+    part: ExecutorSpec
     lasting: LastingMemory | None = None
 
 
@@ -49,13 +49,13 @@ def find_successor(model: object, config: EngineConfig) -> Successor:
     facts = read_facts(folder)
     load, lasting = partial(load_model, load_options(folder, config, facts)), lasting_memory(config)
     origin = Origin(str(model), folder, config, facts, fingerprint(folder))
-    return Successor(origin, partial(executor_part, load, lasting, config), lasting)
+    return Successor(origin, partial(executor_spec, load, lasting, config), lasting)
 
 
 def stand_in(name: str, ensemble: Ensemble[B], config: EngineConfig, tokenizer: str) -> Successor:
     """An ensemble in place of a model's folder."""
     origin = Origin(name, None, config, ensemble.facts, Fingerprint(tokenizer, name))
-    part = partial(executor_part, ensemble.load_device, ensemble.lasting, config)
+    part = partial(executor_spec, ensemble.load_device, ensemble.lasting, config)
     return Successor(origin, part, ensemble.lasting)
 
 
@@ -171,7 +171,7 @@ class Reload:
     def __init__(
         self,
         stage: Stage,
-        part: Part[ExecutorMessage],
+        part: ActorSpec[ExecutorMessage],
         lasting: LastingMemory | None,
         switch: Callable[[Address[Switched | SwitchFailed]], Switch],
         on_over: Callable[[bool], None],
@@ -204,7 +204,7 @@ class Reload:
         """Nobody wants it any more. The scheduler has the last word, since it may be done."""
         self._is_called_off = True
         if not self._is_over:
-            self._scheduler.tell(CallOff(self._switch.executor))
+            self._scheduler.tell(CancelSwitch(self._switch.executor))
 
     def tell(self, message: Switched | SwitchFailed, /) -> None:
         """Hear from the scheduler. What a new one begins from is changed before anything else can happen."""

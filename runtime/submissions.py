@@ -23,7 +23,7 @@ from cuelight.kernel import ActorCrashed, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.intake import Cancel, IntakeMessage, Submit
 from cuelight.messages.request import Prompt, RequestId, Sampling, Service
-from cuelight.messages.scheduler import Condemn
+from cuelight.messages.scheduler import FailRequest
 from cuelight.open_requests import OpenRequests, Suspicion
 from cuelight.past import Carried, Past
 from cuelight.progress import counting_bar
@@ -237,7 +237,7 @@ class Submissions:
         log.error("request_at_fault", request_id=culprit, actor=crash.actor, exc_info=crash.__cause__)
         if (inbox := self._open.get(culprit)) is not None:
             inbox.fail(errors.RequestFailed(reason))
-        self._intake.tell(Condemn(culprit, reason))
+        self._intake.tell(FailRequest(culprit, reason))
 
 
 @contextmanager

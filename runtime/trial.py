@@ -17,15 +17,15 @@ from typing import Final, Never
 from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.stub import StubDevice
 from cuelight.config import ModelFacts
-from cuelight.ensemble import EXECUTOR_FATE, Ensemble, Lead, Roles, assemble, lives_in_process, roles
-from cuelight.kernel import Actor, Context, Delivered, Ended, Event, InLoop, InProcess, Part, Role
+from cuelight.ensemble import EXECUTOR_RESTART_POLICY, Ensemble, Lead, Roles, assemble, lives_in_process, roles
+from cuelight.kernel import Actor, ActorSpec, Context, Delivered, Ended, Event, InLoop, InProcess, Role
 from cuelight.kernel.errors import ActorCrashed
 from cuelight.kernel.faults import SimulatedCrash
 from cuelight.kernel.simulation import Simulation
 from cuelight.messages.cache import ForgetPrefixes
 from cuelight.messages.client import Rejected
 from cuelight.messages.executor import ExecutorMessage
-from cuelight.messages.intake import AllSent
+from cuelight.messages.intake import ResendComplete
 from cuelight.messages.observer import (
     BlockFigures,
     Loaded,
@@ -147,7 +147,7 @@ class History:
         total.hangs += mischief.hung
         total.changes += self._changes.taken_over
 
-    def _parts(self) -> list[Part[Never]]:
+    def _parts(self) -> list[ActorSpec[Never]]:
         config, cast = self._config, self._cast
         facts = ModelFacts(END_TOKEN + 1, CONTEXT_LENGTH, (END_TOKEN,))
         ensemble = Ensemble(facts, _Encoder(), decode, partial(StubDevice, 2, 1))  # an executor of its own
@@ -157,11 +157,11 @@ class History:
             for part in parts
         ]
 
-    def _executor_part(self, role: Role[ExecutorMessage]) -> Part[Never]:
+    def _executor_part(self, role: Role[ExecutorMessage]) -> ActorSpec[Never]:
         remains = Remains(self._config, self._mischief.chance)
         build = partial(build_flaky, self._config, self._mischief, remains, self._cast.scheduler)
         placement = InProcess() if lives_in_process(self._config) else InLoop()
-        return _kept(Part(role, build, EXECUTOR_FATE, placement), self._actors)
+        return _kept(ActorSpec(role, build, EXECUTOR_RESTART_POLICY, placement), self._actors)
 
     def _switch_to(self, executor: str, recompute: bool) -> Switch:
         return Switch(executor, "", recompute, CONTEXT_LENGTH, (END_TOKEN,), self._changes)
@@ -217,7 +217,7 @@ class History:
                 tell(submit)
                 if client.has_left:
                     tell(client.cancel())
-        tell(AllSent())
+        tell(ResendComplete())
 
     def _excuses(self) -> Excuses:
         assert self._config.block_count is not None
@@ -240,7 +240,7 @@ class History:
             assert remembered == 0, f"{name} knows of {remembered} requests at rest"
 
 
-def _kept(part: Part[Never], actors: dict[str, Actor[Never]]) -> Part[Never]:
+def _kept(part: ActorSpec[Never], actors: dict[str, Actor[Never]]) -> ActorSpec[Never]:
     """The same part, whose present actor is among these, and which may crash more often than anybody would stand."""
     build = part.build
 
@@ -248,7 +248,7 @@ def _kept(part: Part[Never], actors: dict[str, Actor[Never]]) -> Part[Never]:
         actors[part.role.name] = actor = build(context)
         return actor
 
-    return replace(part, build=keep, fate=replace(part.fate, restarts_max=RESTARTS_MAX))
+    return replace(part, build=keep, restart_policy=replace(part.restart_policy, restarts_max=RESTARTS_MAX))
 
 
 def _role(cast: Roles, name: str) -> Role[Never]:

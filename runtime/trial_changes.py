@@ -9,11 +9,11 @@ from functools import partial
 from typing import Never
 
 from cuelight.ensemble import Lead
-from cuelight.kernel import Part, Role
+from cuelight.kernel import ActorSpec, Role
 from cuelight.kernel.simulation import Simulation
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.observer import Switched, SwitchFailed
-from cuelight.messages.scheduler import CallOff, SchedulerMessage, Switch
+from cuelight.messages.scheduler import CancelSwitch, SchedulerMessage, Switch
 from cuelight.reload import new_role
 
 
@@ -25,7 +25,7 @@ class Changes:
         simulation: Simulation,
         scheduler: Role[SchedulerMessage],
         lead: Lead,
-        part: Callable[[Role[ExecutorMessage]], Part[Never]],
+        part: Callable[[Role[ExecutorMessage]], ActorSpec[Never]],
         switch: Callable[[str, bool], Switch],
     ) -> None:
         self._simulation = simulation
@@ -61,7 +61,7 @@ class Changes:
 
     def _call_off(self) -> None:
         if self._asked is not None:
-            self._simulation.find(self._scheduler).tell(CallOff(self._asked.executor))
+            self._simulation.find(self._scheduler).tell(CancelSwitch(self._asked.executor))
 
     def tell(self, message: Switched | SwitchFailed, /) -> None:
         """Hear from the scheduler."""

@@ -18,7 +18,7 @@ from cuelight.kernel import Context, Role
 from cuelight.kernel.faults import SimulatedKill
 from cuelight.messages.address import Address
 from cuelight.messages.executor import ExecuteStep
-from cuelight.messages.request import BlockCopies, Copying, RequestId
+from cuelight.messages.request import BlockCopies, CopyKind, RequestId
 from cuelight.messages.scheduler import SchedulerMessage, StepDone, StepFailed
 from cuelight.testing import END_TOKEN
 
@@ -167,7 +167,7 @@ class FlakyExecutor(Executor[StubBatch]):
             is_poison = mischief.poison_does == "hangs" and mischief.meets_poison(message)
             self._hangs = is_poison or mischief.strikes(mischief.hangs)
             mischief.hung += self._hangs
-            if mischief.dies_saving and any(copies.copying is Copying.SAVE for copies in message.copies):
+            if mischief.dies_saving and any(copies.copying is CopyKind.SAVE for copies in message.copies):
                 self._dies_in = mischief.chance.randrange(4) if mischief.strikes(mischief.dies_saving) else None
             message = msgspec.structs.replace(message, reply_to=_Overheard(message.reply_to, self._remains))
         if self._dies_in is not None:
@@ -214,7 +214,7 @@ class FlakyDevice(StubDevice):
     def copy(self, copies: BlockCopies) -> None:
         """As a stub's, unless it fails, and then nobody knows what is in the blocks."""
         self._check_found()
-        if copies.copying is Copying.SAVE:
+        if copies.copying is CopyKind.SAVE:
             self._remains.save(copies.targets)
         try:
             super().copy(copies)

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import TypeAlias
 
 from cuelight.messages.cache import Admission
-from cuelight.messages.request import BlockCopies, Copying, RequestId
+from cuelight.messages.request import BlockCopies, CopyKind, RequestId
 from cuelight.messages.scheduler import Grant
 
 Tokens: TypeAlias = tuple[int, ...]
@@ -51,7 +51,7 @@ class Model:
     host: list[Prefix] = field(default_factory=list)
     """Least recently used first."""
     holdings: dict[RequestId, Holding] = field(default_factory=dict)
-    copied: Counter[Copying] = field(default_factory=Counter)
+    copied: Counter[CopyKind] = field(default_factory=Counter)
     unread: set[Prefix] = field(default_factory=set)
     """Saved since the last answer, and not loaded."""
     doubtful: set[Prefix] = field(default_factory=set)
@@ -73,10 +73,10 @@ class Model:
         if prefix in self.host:
             self.host.remove(prefix)
         elif slots:
-            self.copied[Copying.SAVE] += 1
+            self.copied[CopyKind.SAVE] += 1
             while len(self.host) >= slots:
                 # What is lost before the copies are made is not copied.
-                self.copied[Copying.SAVE] -= self.host[0] in self.unread
+                self.copied[CopyKind.SAVE] -= self.host[0] in self.unread
                 self.unread.discard(self.host.pop(0))
             self.unread.add(prefix)
             self.doubtful.add(prefix)
@@ -113,11 +113,11 @@ class Model:
         fresh = self.take(count - len(device_hits), len(loaded))
         self.host += reversed(loaded)
         self.unread.difference_update(loaded)
-        self.copied[Copying.LOAD] += len(loaded)
+        self.copied[CopyKind.LOAD] += len(loaded)
         blocks = [fresh.pop(0) if block is None else block for block in hits] + fresh
         cached = len(hits) * self.block_size
         shared = self.shared_with(self.live(admission.like), admission, cached)
-        self.copied[Copying.FORK] += shared > 0
+        self.copied[CopyKind.FORK] += shared > 0
         holding = Holding(salt, token_ids, list(blocks), cached + shared, self.generation)
         self.holdings[request] = holding
         self.offer(holding, 0)
@@ -215,8 +215,8 @@ class Device:
 
     def copy(self, copies: BlockCopies) -> None:
         """In reverse: the copies of one message may be made in any order."""
-        read = self.host if copies.copying is Copying.LOAD else self.pool
-        written = self.host if copies.copying is Copying.SAVE else self.pool
+        read = self.host if copies.copying is CopyKind.LOAD else self.pool
+        written = self.host if copies.copying is CopyKind.SAVE else self.pool
         assert len(set(copies.targets)) == len(copies.targets) == len(copies.sources)
         assert read is not written or not set(copies.targets) & set(copies.sources)
         for source, target in reversed(list(zip(copies.sources, copies.targets, strict=True))):

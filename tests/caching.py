@@ -5,7 +5,7 @@ from __future__ import annotations
 from cuelight.actors.cache.pool import BlockPool
 from cuelight.actors.cache.tables import Tables
 from cuelight.messages.cache import Admission, Filled
-from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId
+from cuelight.messages.request import BlockCopies, CopyKind, HostTier, RequestId
 from cuelight.messages.scheduler import Grant
 
 BLOCK_SIZE = 4
@@ -57,12 +57,12 @@ def forget(tables: Tables) -> None:
 
 
 def saved(*pairs: tuple[int, int]) -> BlockCopies:
-    return BlockCopies(Copying.SAVE, tuple(block for block, _ in pairs), tuple(slot for _, slot in pairs))
+    return BlockCopies(CopyKind.SAVE, tuple(block for block, _ in pairs), tuple(slot for _, slot in pairs))
 
 
 def loaded(*pairs: tuple[int, int]) -> BlockCopies:
-    return BlockCopies(Copying.LOAD, tuple(slot for slot, _ in pairs), tuple(block for _, block in pairs))
+    return BlockCopies(CopyKind.LOAD, tuple(slot for slot, _ in pairs), tuple(block for _, block in pairs))
 
 
 def forked(source: int, target: int) -> BlockCopies:
-    return BlockCopies(Copying.FORK, (source,), (target,))
+    return BlockCopies(CopyKind.FORK, (source,), (target,))

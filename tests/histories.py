@@ -18,17 +18,17 @@ import msgspec
 from cuelight.kernel import (
     OWN,
     Actor,
+    ActorSpec,
     Context,
     Delivered,
     Ended,
     Event,
-    Fate,
     InLoop,
     InProcess,
     MailboxFull,
     OnThread,
-    Part,
     Ref,
+    RestartPolicy,
     Role,
     Started,
     Strategy,
@@ -267,9 +267,9 @@ class Passer(Actor[Messages]):
         return Own(self._life, hops)
 
 
-def drawn_fate(chance: random.Random) -> Fate:
+def drawn_fate(chance: random.Random) -> RestartPolicy:
     backoff = chance.choice((0.0, 0.01, 0.5))
-    return Fate(
+    return RestartPolicy(
         restarts_max=chance.choice((2, 100, 100, 100)),
         window_seconds=chance.choice((0.5, 60.0)),
         strategy=chance.choice(list(Strategy)),
@@ -294,7 +294,7 @@ def run_history(seed: int, *, record: bool = False) -> tuple[Simulation, Ledger]
         name: Role(name, Messages, capacity=chance.choice((8, 100)), urgent=(Urgent,)) for name in NAMES
     }
     parts = [
-        Part(roles[name], partial(Passer, name, ledger, roles), drawn_fate(chance), placement)
+        ActorSpec(roles[name], partial(Passer, name, ledger, roles), drawn_fate(chance), placement)
         for name, placement in CAST
     ]
     simulation = Simulation(parts, seed, tap=ledger.see, faults=drawn_faults(chance), record=record)

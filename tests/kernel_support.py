@@ -16,7 +16,18 @@ from typing import TypeAlias
 import pytest
 import uvloop
 
-from cuelight.kernel import Actor, ActorCrashed, Address, Context, Event, Fate, Part, Role, System, Terminated
+from cuelight.kernel import (
+    Actor,
+    ActorCrashed,
+    ActorSpec,
+    Address,
+    Context,
+    Event,
+    RestartPolicy,
+    Role,
+    System,
+    Terminated,
+)
 
 NET_SECONDS = 30
 """A safety net: no test waits for it."""
@@ -184,9 +195,9 @@ class Player(Actor[Line]):
 
 
 class Troupe:
-    """A system of players, sinks first, on a clock that the test moves. Each name comes with its fate."""
+    """A system of players, sinks first, on a clock that the test moves. Each name comes with its restart policy."""
 
-    def __init__(self, *, chance: random.Random | None = None, **fates: Fate) -> None:
+    def __init__(self, *, chance: random.Random | None = None, **policies: RestartPolicy) -> None:
         self.diary: list[str] = []
         self.lives: Counter[str] = Counter()
         self.hooks: dict[str, Callable[[Context[object]], object]] = {}
@@ -195,15 +206,15 @@ class Troupe:
         self.events: list[Event] = []
         self.clock = ManualClock()
         self.system = System(
-            [self.part(name, fate) for name, fate in fates.items()],
+            [self.part(name, restart_policy) for name, restart_policy in policies.items()],
             clock=self.clock,
             chance=chance or Steady(0.0),
             tap=self.events.append,
             on_failure=self.failures.append,
         )
 
-    def part(self, name: str, fate: Fate | None = None) -> Part[Line]:
-        return Part(player(name), lambda context: Player(self, context), fate or Fate())
+    def part(self, name: str, restart_policy: RestartPolicy | None = None) -> ActorSpec[Line]:
+        return ActorSpec(player(name), lambda context: Player(self, context), restart_policy or RestartPolicy())
 
     def tell(self, name: str, *messages: Line) -> None:
         for message in messages:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from cuelight.kernel import Actor, Address, Context, InProcess, KernelError, Part, Ref, Role, Terminated
+from cuelight.kernel import Actor, ActorSpec, Address, Context, InProcess, KernelError, Ref, Role, Terminated
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):
@@ -159,17 +159,19 @@ class Player(Actor[Protocol]):
             case "find":
                 return Answer(0, _error_of(lambda: context.find(Role(text, Note, 1))))
             case "spawn":
-                child = context.spawn(Part(CHILD, player, placement=InProcess()) if text else Part(CHILD, player))
+                child = context.spawn(
+                    ActorSpec(CHILD, player, placement=InProcess()) if text else ActorSpec(CHILD, player)
+                )
                 self._sink.tell(Answer(0, repr(child)))
                 child.tell(Note(number))
             case "spawn and tell":
-                context.spawn(Part(CHILD, player)).tell(Do(text, text="child"))
+                context.spawn(ActorSpec(CHILD, player)).tell(Do(text, text="child"))
             case "spawn that it dismisses":
-                context.spawn(Part(CHILD, player)).tell(Do("dismiss", number, text))
+                context.spawn(ActorSpec(CHILD, player)).tell(Do("dismiss", number, text))
             case "dismiss the child":
                 context.dismiss(CHILD)
             case "spawn and show":
-                self._sink.tell(Carry(context.spawn(Part(CHILD, player)), (), number))
+                self._sink.tell(Carry(context.spawn(ActorSpec(CHILD, player)), (), number))
             case "send":
                 return Answer(0, _error_of(lambda: self._sink.tell(_ODD[text])))
             case _:

@@ -21,7 +21,7 @@ from cuelight.messages import detokenizer, intake, observer
 from cuelight.messages.cache import CacheMessage
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.request import FinishReason, RequestId, Sampling, Service
-from cuelight.messages.scheduler import Abort, Admit, Closed, Remembered, SetPolicy, StepDone, StopMatched
+from cuelight.messages.scheduler import Abort, Admit, Closed, RestoreState, SetPolicy, StepDone, StopMatched
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -227,7 +227,7 @@ class Core:
         self.scheduler.actor.started()
         (started,) = self.intake.take()
         assert isinstance(started, intake.SchedulerStarted)
-        self.scheduler.actor.handle(Remembered(started.life, None, (), (), ()))
+        self.scheduler.actor.handle(RestoreState(started.life, None, (), (), ()))
         self.executor.actor.started()
 
     def lose_executor(self, error: str, device: StubDevice | None = None) -> None:

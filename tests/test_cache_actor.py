@@ -10,7 +10,7 @@ import pytest
 from cuelight.actors.cache.actor import CacheManager
 from cuelight.messages.cache import Admission, Filled, ForgetPrefixes, Growth, Release, Reserve, Reset
 from cuelight.messages.observer import BlockFigures
-from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId
+from cuelight.messages.request import BlockCopies, CopyKind, HostTier, RequestId
 from cuelight.messages.scheduler import Grant, Granted
 
 M = TypeVar("M")
@@ -234,8 +234,8 @@ def test_what_growths_and_admissions_copy_comes_with_the_answer() -> None:
     (growth, last) = granted.grants
     assert last.cached_tokens == 4
     # Slot 3 was free, slot 1 is to be loaded; of the others, 0 and 2 are in the order in which they were used.
-    save = BlockCopies(Copying.SAVE, (*growth.block_ids, *last.block_ids), (3, 0, 2))
-    assert granted.copies == (save, BlockCopies(Copying.LOAD, (1,), last.block_ids[:1]))
+    save = BlockCopies(CopyKind.SAVE, (*growth.block_ids, *last.block_ids), (3, 0, 2))
+    assert granted.copies == (save, BlockCopies(CopyKind.LOAD, (1,), last.block_ids[:1]))
     figures = stage.observer.heard[-1]
     assert (figures.blocks_saved, figures.blocks_loaded, figures.blocks_forked) == (6, 1, 0)
     assert (figures.host_blocks_total, figures.host_blocks_used) == (4, 4)
@@ -248,7 +248,7 @@ def test_a_copy_is_answered_once() -> None:
     stage = Stage(1, host_blocks=1)
     stage.reserve(admissions=(admission(1, 4),))
     stage.cache.handle(Release((Filled(RequestId(1), 4, ()),)))
-    assert stage.reserve(admissions=(admission(2, 4, 50),)).copies == (BlockCopies(Copying.SAVE, (1,), (0,)),)
+    assert stage.reserve(admissions=(admission(2, 4, 50),)).copies == (BlockCopies(CopyKind.SAVE, (1,), (0,)),)
     assert stage.reserve().copies == ()
 
 
@@ -261,7 +261,7 @@ def test_other_samples_wait_for_the_first_one_and_copy_its_last_block() -> None:
     granted = stage.reserve(filled=(Filled(RequestId(0), 6, ()),), admissions=samples[1:], token_budget=3)
     assert [(grant.request_id, grant.cached_tokens) for grant in granted.grants] == [(1, 5), (2, 5), (3, 5)]
     targets = tuple(grant.block_ids[1] for grant in granted.grants)
-    assert granted.copies == (BlockCopies(Copying.FORK, (2, 2, 2), targets),)
+    assert granted.copies == (BlockCopies(CopyKind.FORK, (2, 2, 2), targets),)
     figures = stage.observer.heard[-1]
     assert (figures.blocks_forked, figures.tokens_looked_up, figures.tokens_found) == (3, 24, 15)
 
@@ -279,7 +279,7 @@ def saving(memory: int = 5) -> Stage:
         stage.reserve(admissions=(admission(number, (8, 4, 8)[number], 100 * number),), round_=ROUND + number)
         stage.cache.handle(Release((Filled(RequestId(number), (8, 4, 8)[number], ()),)))
     last = stage.reserve(admissions=(admission(3, 12, 900),), round_=ROUND + 3)
-    assert [copies.copying for copies in last.copies] == [Copying.SAVE]
+    assert [copies.copying for copies in last.copies] == [CopyKind.SAVE]
     assert stage.observer.heard[-1].blocks_saved == 5
     return stage
 

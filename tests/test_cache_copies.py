@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuelight.actors.cache.copies import Copies
-from cuelight.messages.request import BlockCopies, Copying
+from cuelight.messages.request import BlockCopies, CopyKind
 
-Copy = tuple[Copying, int, int]
-SAVE, LOAD, FORK = Copying.SAVE, Copying.LOAD, Copying.FORK
+Copy = tuple[CopyKind, int, int]
+SAVE, LOAD, FORK = CopyKind.SAVE, CopyKind.LOAD, CopyKind.FORK
 
 
 def gathered(copies: Iterable[Copy]) -> tuple[BlockCopies, ...]:
@@ -30,7 +30,7 @@ class Memory:
         self.pool = {block: f"block {block}" for block in range(1, 7)}
         self.host = {slot: f"slot {slot}" for slot in range(6)}
 
-    def copy(self, copying: Copying, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def copy(self, copying: CopyKind, sources: Sequence[int], targets: Sequence[int]) -> None:
         read = self.host if copying is LOAD else self.pool
         written = self.host if copying is SAVE else self.pool
         for source, target in zip(sources, targets, strict=True):

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cuelight.actors.cache.pool import BlockPool
 from cuelight.actors.cache.tables import Tables
 from cuelight.messages.cache import Admission, Filled, Growth
-from cuelight.messages.request import Copying, HostTier, RequestId
+from cuelight.messages.request import CopyKind, HostTier, RequestId
 
 FAMILIES: tuple[Tokens, ...] = (tuple(range(24)), (0, 1, 2, 3) * 6, (7,) * 24)
 SALTS = (b"", b"", b"", b"another tenant")
@@ -50,7 +50,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.round = 0
         self.model = Model(blocks_total, block_size, math.ceil(watermark_fraction * blocks_total), host_total)
         self.device = Device(block_size)
-        self.copied: Counter[Copying] = Counter()
+        self.copied: Counter[CopyKind] = Counter()
         self.waiting: dict[RequestId, Admission] = {}
         self.next_id = 0
 
@@ -135,7 +135,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.unread.clear()
         for batch in copies:
             self.copied[batch.copying] += len(batch.sources)
-            if batch.copying is Copying.SAVE:
+            if batch.copying is CopyKind.SAVE:
                 self.tables.host.doubt(batch.targets, self.round)
         self.round += 1
         self.device.pending += copies

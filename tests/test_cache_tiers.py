@@ -10,7 +10,7 @@ from cuelight.actors.cache.host import HostSlots
 from cuelight.actors.cache.pool import BlockPool
 from cuelight.actors.cache.tables import Tables
 from cuelight.messages.cache import Growth
-from cuelight.messages.request import Copying, HostTier, RequestId
+from cuelight.messages.request import CopyKind, HostTier, RequestId
 from cuelight.messages.scheduler import Grant
 
 
@@ -185,7 +185,7 @@ def test_rule_13_when_every_slot_is_to_be_loaded_nothing_is_saved() -> None:
     tables.take_copies()
     grant = admit(tables, 3, tokens(9))
     assert grant.cached_tokens == 8
-    assert [copies.copying for copies in tables.take_copies()] == [Copying.LOAD]
+    assert [copies.copying for copies in tables.take_copies()] == [CopyKind.LOAD]
 
 
 def test_rule_28_in_host_memory_too_a_long_prefix_loses_its_end_first() -> None:

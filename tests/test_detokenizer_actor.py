@@ -13,20 +13,19 @@ from support import Stage as Turns
 from cuelight.actors.detokenizer.actor import Detokenizer
 from cuelight.messages.client import Chunk, End
 from cuelight.messages.detokenizer import (
-    Abandon,
     DetokenizerMessage,
+    DropStream,
+    GetStreams,
     Histories,
-    IntakeStarted,
-    Keep,
     Open,
     Reopened,
     RequestEnded,
-    TellStreams,
+    RetainStreams,
     TokensReady,
 )
 from cuelight.messages.intake import DetokenizerStarted, Finished, Opened, Streams
 from cuelight.messages.request import FinishReason, RequestId, Usage
-from cuelight.messages.scheduler import Closed, Recall, StopMatched
+from cuelight.messages.scheduler import Closed, GetHistories, IntakeStarted, StopMatched
 
 
 def utf8(token_ids: Sequence[int]) -> str:
@@ -74,7 +73,7 @@ class Stage:
         (started,) = self.intake.take()
         assert isinstance(started, DetokenizerStarted)
         self.actor.handle(Reopened(started.life))
-        assert self.scheduler.take() == [Recall()]
+        assert self.scheduler.take() == [GetHistories()]
 
     def end(self, request_id: int, reason: FinishReason = FinishReason.LENGTH, error: str = "") -> None:
         usage = Usage(prompt_tokens=5, cached_tokens=2, output_tokens=self.positions[request_id])
@@ -281,7 +280,7 @@ def test_a_new_one_is_told_the_streams_and_recalls_their_histories(stage: Stage)
     assert stage.intake.take() == [started], "the intake that was told may be gone"
     for _ in range(2):
         stage.actor.handle(Reopened(started.life))
-    assert stage.scheduler.take() == [Recall()]
+    assert stage.scheduler.take() == [GetHistories()]
     stage.actor.handle(TokensReady((RequestId(1),), (102,), (5,)))
     over = RequestEnded(RequestId(3), FinishReason.LENGTH, Usage(4, 0, 2), 0.5, 1)
     live = ((RequestId(1), tuple(b"abcde")), (RequestId(2), tuple(b"abcde")))
@@ -323,13 +322,13 @@ def test_streams_are_told_with_all_their_tokens_once_all_are_known(stage: Stage)
     stage.open(1)
     stage.open(2, stop=("b",))
     stage.intake.take()
-    stage.actor.handle(TellStreams(stage.intake))
+    stage.actor.handle(GetStreams(stage.intake))
     assert stage.intake.take() == []
     stage.be_told_all_streams()
     stage.write(1, "xy")
     stage.write(2, "abc")
     stage.scheduler.take()
-    stage.actor.handle(TellStreams(stage.intake))
+    stage.actor.handle(GetStreams(stage.intake))
     assert stage.intake.take() == [Streams(((RequestId(1), (120, 121)), (RequestId(2), (97, 98))))]
     stage.actor.handle(TokensReady((RequestId(2),), (99,), (2,)))
     assert stage.scheduler.take() == [StopMatched(RequestId(2), 2)], "a new scheduler never heard of it"
@@ -337,10 +336,10 @@ def test_streams_are_told_with_all_their_tokens_once_all_are_known(stage: Stage)
 
 def test_streams_can_be_forgotten_without_a_word(stage: Stage) -> None:
     clients = [stage.open(request_id) for request_id in (1, 2, 3)]
-    stage.actor.handle(Abandon(RequestId(1)))
-    stage.actor.handle(Abandon(RequestId(7)))
+    stage.actor.handle(DropStream(RequestId(1)))
+    stage.actor.handle(DropStream(RequestId(7)))
     assert stage.actor.request_count == 2
-    stage.actor.handle(Keep((RequestId(3), RequestId(8))))
+    stage.actor.handle(RetainStreams((RequestId(3), RequestId(8))))
     assert stage.actor.request_count == 1
     for request_id in (1, 2, 3):
         stage.tokens((request_id, 97))

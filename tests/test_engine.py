@@ -30,7 +30,7 @@ from cuelight.actors.executor.stub import StubDevice
 from cuelight.client import Inbox
 from cuelight.config import EngineConfig, EngineOptions, ModelFacts
 from cuelight.ensemble import Ensemble
-from cuelight.kernel import ActorCrashed, Fate
+from cuelight.kernel import ActorCrashed, RestartPolicy
 from cuelight.messages.request import Conversation, FinishReason, Turn, Usage
 from cuelight.testing import END_TOKEN, crash, decode, encode, next_letter, stub_engine
 
@@ -771,7 +771,7 @@ async def test_a_reader_inside_its_loop_hears_that_the_engine_closes() -> None:
 
 
 async def test_a_crash_beyond_what_may_be_reaches_every_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuelight.ensemble.FATE", Fate())
+    monkeypatch.setattr("cuelight.ensemble.RESTART_POLICY", RestartPolicy())
     async with asyncio.timeout(NET_SECONDS):
         engine = stub_engine()
         await engine.start()

@@ -17,10 +17,10 @@ from cuelight.actors.executor.actor import Executor
 from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.phases import phases_of_start
 from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token, stub_host
-from cuelight.kernel import Part, Role, System
+from cuelight.kernel import ActorSpec, Role, System
 from cuelight.messages.address import Address
-from cuelight.messages.executor import Chunk, ExecuteStep, ExecutorMessage, Report, Row
-from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId, Sampling
+from cuelight.messages.executor import ExecuteStep, ExecutorMessage, GetExecutorState, Row, RowChunk
+from cuelight.messages.request import BlockCopies, CopyKind, HostTier, RequestId, Sampling
 from cuelight.messages.scheduler import ExecutorFailed, ExecutorLoading, ExecutorReady, StepDone, StepFailed
 
 PROMPT = (5, 6, 7)
@@ -34,7 +34,7 @@ def step(
 ) -> ExecuteStep:
     """One row whose prompt is computed in the step it enters in, and which decodes in the others."""
     rows = (Row(RequestId(1), PROMPT, len(PROMPT), 0, (1, 2, 3, 4), Sampling()),) if enters else ()
-    chunk = Chunk(RequestId(1), len(PROMPT) if enters else 1)
+    chunk = RowChunk(RequestId(1), len(PROMPT) if enters else 1)
     return ExecuteStep(epoch, number, life, (), rows, (), (chunk,), reply_to)
 
 
@@ -106,7 +106,7 @@ def test_the_phases_of_loading_are_told_as_they_begin_and_timed(seed: int) -> No
 
 def test_it_reports_how_it_is_whenever_it_is_asked() -> None:
     staged = Staged(0, lambda: StubDevice(40, 16))
-    report: Report = Report(staged.scheduler)
+    report: GetExecutorState = GetExecutorState(staged.scheduler)
     staged.ref.actor.handle(report)
     staged.settle()
     staged.ref.actor.handle(report)
@@ -238,7 +238,7 @@ class Copier(StubDevice):
         return super().prepare(step)
 
     def copy(self, copies: BlockCopies) -> None:
-        (number,) = copies.targets if copies.copying is Copying.SAVE else copies.sources
+        (number,) = copies.targets if copies.copying is CopyKind.SAVE else copies.sources
         self._do(f"{copies.copying} {number}")
         super().copy(copies)
 
@@ -260,8 +260,8 @@ def run_copying_steps(seed: int, device: Copier, steps: int = 4) -> tuple[Staged
     staged = Staged(seed, lambda: device)
     staged.settle()
     for number in range(steps):
-        save = BlockCopies(Copying.SAVE, (1,), (number,))
-        load = BlockCopies(Copying.LOAD, (number,), (10 + number,))
+        save = BlockCopies(CopyKind.SAVE, (1,), (number,))
+        load = BlockCopies(CopyKind.LOAD, (number,), (10 + number,))
         plain = step(0, number, staged.replies, staged.life, enters=number == 0)
         staged.ref.tell(msgspec.structs.replace(plain, copies=(save, load)))
     staged.settle()
@@ -457,11 +457,11 @@ async def test_in_a_system_steps_run_off_the_loop_and_answers_come_in_order() ->
     )
     replies: _Through[StepDone | StepFailed] = _Through(answers.put_nowait)
     role = Role("executor", ExecutorMessage, capacity=16)
-    part = Part(role, lambda context: Executor(context, lambda: Watched(20, 4), scheduler))
+    part = ActorSpec(role, lambda context: Executor(context, lambda: Watched(20, 4), scheduler))
     async with asyncio.timeout(60), System([part]) as system:
         life = (await ready).life
         for number in range(8):
-            fork = BlockCopies(Copying.FORK, (5,), (6,))
+            fork = BlockCopies(CopyKind.FORK, (5,), (6,))
             plain = step(0, number, replies, life, enters=number == 0)
             system.find(role).tell(msgspec.structs.replace(plain, copies=(fork,)))
         done = [await answers.get() for _ in range(8)]
@@ -478,13 +478,13 @@ async def test_in_a_system_a_failed_load_and_a_failed_step_are_messages_and_the_
         raise OSError("no weights")
 
     role = Role("executor", ExecutorMessage, capacity=16)
-    part = Part(role, lambda context: Executor(context, broken, address))
+    part = ActorSpec(role, lambda context: Executor(context, broken, address))
     async with asyncio.timeout(60), System([part], on_failure=told.put_nowait):
         assert await told.get() == LOADING
         assert await told.get() == ExecutorFailed("no weights", "executor")
 
     device = FailingDevice(20, 4, lambda step: step.epoch == 0)  # type: ignore[attr-defined]
-    part = Part(role, lambda context: Executor(context, lambda: device, address))
+    part = ActorSpec(role, lambda context: Executor(context, lambda: device, address))
     async with asyncio.timeout(60), System([part], on_failure=told.put_nowait) as system:
         assert await told.get() == LOADING
         ready = await told.get()

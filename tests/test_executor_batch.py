@@ -9,7 +9,7 @@ import pytest
 from support import Recorder
 
 from cuelight.actors.executor.batch import Batch, Rows
-from cuelight.messages.executor import Chunk, ExecuteStep, Extension, Row
+from cuelight.messages.executor import ExecuteStep, Extension, Row, RowChunk
 from cuelight.messages.request import RequestId, Sampling
 
 GREEDY = Sampling()
@@ -36,7 +36,7 @@ def step(
         ended=tuple(RequestId(request_id) for request_id in ended),
         rows=rows,
         extensions=tuple(Extension(RequestId(r), tuple(blocks)) for r, blocks in (extensions or {}).items()),
-        chunks=tuple(Chunk(RequestId(r), count) for r, count in chunks.items()),
+        chunks=tuple(RowChunk(RequestId(r), count) for r, count in chunks.items()),
         reply_to=Recorder(),
     )
 

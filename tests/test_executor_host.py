@@ -17,12 +17,12 @@ from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.stub import StubDevice, hashed_token, stub_host
 from cuelight.config import EngineConfig
 from cuelight.errors import ConfigError
-from cuelight.messages.executor import Chunk, ExecuteStep, Row
-from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId, Sampling
+from cuelight.messages.executor import ExecuteStep, Row, RowChunk
+from cuelight.messages.request import BlockCopies, CopyKind, HostTier, RequestId, Sampling
 from cuelight.testing import stub_ensemble
 
 SIZE = 4
-SAVE, LOAD, FORK = Copying.SAVE, Copying.LOAD, Copying.FORK
+SAVE, LOAD, FORK = CopyKind.SAVE, CopyKind.LOAD, CopyKind.FORK
 
 Blocks: TypeAlias = tuple[int, ...]
 
@@ -36,13 +36,13 @@ class Stubbed:
 
     def sample(self, token_ids: Sequence[int], computed_tokens: int, block_ids: tuple[int, ...]) -> int:
         row = Row(RequestId(1), tuple(token_ids), len(token_ids), computed_tokens, block_ids, Sampling())
-        chunk = Chunk(RequestId(1), len(token_ids) - computed_tokens)
+        chunk = RowChunk(RequestId(1), len(token_ids) - computed_tokens)
         epoch = next(self._steps)
         step = ExecuteStep(epoch, 0, 0, (), (row,), (), (chunk,), Recorder())
         done = self.device.run(self.device.prepare(step))
         return done.token_ids[0]
 
-    def copy(self, copying: Copying, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    def copy(self, copying: CopyKind, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
         self.device.copy(BlockCopies(copying, sources, targets))
 
 
@@ -83,14 +83,14 @@ def test_the_stub_finds_forked_tokens_in_both_places(moved: Stubbed) -> None:
         [(SAVE, (1,), (3,)), (LOAD, (3, 0), (5, 6))],  # overwritten meanwhile
     ],
 )
-def test_a_wrong_copy_is_seen_by_the_stub(moved: Stubbed, copies: list[tuple[Copying, Blocks, Blocks]]) -> None:
+def test_a_wrong_copy_is_seen_by_the_stub(moved: Stubbed, copies: list[tuple[CopyKind, Blocks, Blocks]]) -> None:
     for each in copies:
         moved.copy(*each)
     with pytest.raises(AssertionError, match="this row's tokens and nothing else"):
         moved.sample(FIRST, 8, (5, 6, 9))
 
 
-IMPOSSIBLE: list[tuple[Copying, Blocks, Blocks]] = [
+IMPOSSIBLE: list[tuple[CopyKind, Blocks, Blocks]] = [
     (SAVE, (0,), (1,)),
     (LOAD, (1,), (0,)),
     (FORK, (0,), (1,)),
@@ -106,7 +106,7 @@ IMPOSSIBLE: list[tuple[Copying, Blocks, Blocks]] = [
 
 
 @pytest.mark.parametrize("copies", IMPOSSIBLE)
-def test_copies_that_cannot_be_are_refused_by_the_stub(copies: tuple[Copying, Blocks, Blocks]) -> None:
+def test_copies_that_cannot_be_are_refused_by_the_stub(copies: tuple[CopyKind, Blocks, Blocks]) -> None:
     with pytest.raises(AssertionError):
         Stubbed().copy(*copies)
 
@@ -199,7 +199,7 @@ def test_any_copies_do_what_copying_one_block_after_the_other_does(seed: int) ->
 
 
 @pytest.mark.parametrize("copies", IMPOSSIBLE)
-def test_copies_that_cannot_be_are_refused(copies: tuple[Copying, Blocks, Blocks]) -> None:
+def test_copies_that_cannot_be_are_refused(copies: tuple[CopyKind, Blocks, Blocks]) -> None:
     pool = random_pool(0, block_count=10)
     host = HostPool(pool, 4)
     before = contents(pool), contents(host)

@@ -38,7 +38,7 @@ from cuelight.actors.executor.model.loading import load
 from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.options import CannotLoad
 from cuelight.actors.executor.runner import ModelBatch, ModelRunner
-from cuelight.messages.request import BlockCopies, Copying, HostTier
+from cuelight.messages.request import BlockCopies, CopyKind, HostTier
 
 CPU = torch.device("cpu")
 HEAD_DIM = 8
@@ -433,9 +433,9 @@ def test_without_host_memory_nothing_is_measured(tmp_path: Path, monkeypatch: py
     save(FAMILIES["llama"](), tmp_path)
     runner = ModelRunner(load(options(tmp_path)))
     assert runner.host == HostTier()
-    runner.copy(BlockCopies(Copying.FORK, (1,), (2,))).wait()
+    runner.copy(BlockCopies(CopyKind.FORK, (1,), (2,))).wait()
     with pytest.raises(AssertionError, match="memory for them"):
-        runner.copy(BlockCopies(Copying.SAVE, (1,), (0,)))
+        runner.copy(BlockCopies(CopyKind.SAVE, (1,), (0,)))
 
 
 @pytest.mark.parametrize("seed", range(4))

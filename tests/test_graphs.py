@@ -204,7 +204,7 @@ class Recording:
             self.replayed.append(number)
             work()
 
-        return type("Remembered", (), {"replay": staticmethod(replay)})()
+        return type("RestoreState", (), {"replay": staticmethod(replay)})()
 
 
 def run(made: DecodeGraphs, batch: Batch, size: int) -> torch.Tensor:

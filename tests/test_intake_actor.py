@@ -15,17 +15,16 @@ from cuelight.actors.intake.actor import INLINE_CHARS_MAX, Intake, IntakeInbox
 from cuelight.actors.intake.limits import Limits
 from cuelight.actors.intake.refusal import Refused
 from cuelight.kernel import Context
-from cuelight.messages import detokenizer
 from cuelight.messages.client import Accepted, Rejected
-from cuelight.messages.detokenizer import Abandon, Keep, Open, Reopened, RequestEnded, TellStreams
+from cuelight.messages.detokenizer import DropStream, GetStreams, Open, Reopened, RequestEnded, RetainStreams
 from cuelight.messages.intake import (
-    AllSent,
     Cancel,
+    CapacityChanged,
     DetokenizerStarted,
     Finished,
     Opened,
+    ResendComplete,
     SchedulerStarted,
-    Serving,
     SetTenants,
     Streams,
     Submit,
@@ -42,7 +41,7 @@ from cuelight.messages.request import (
     Turn,
     Usage,
 )
-from cuelight.messages.scheduler import Abort, Admit, Condemn, IntakeStarted, Remembered, SetPolicy
+from cuelight.messages.scheduler import Abort, Admit, FailRequest, IntakeStarted, RestoreState, SetPolicy
 
 LIMITS = Limits(vocab_size=128, context_length=1000, queue_limit=3)
 LONG = "x" * (INLINE_CHARS_MAX + 1)
@@ -117,7 +116,7 @@ class Stage:
         self.actor = Intake(context, self.encoder, limits, self.scheduler, self.detokenizer, self.observer)
         self.surroundings.tokenizing.post = self.actor.handle
         if token_capacity:
-            self.actor.handle(Serving(token_capacity))
+            self.actor.handle(CapacityChanged(token_capacity))
             self.observer.take()
 
     def submit(
@@ -193,7 +192,7 @@ def test_the_observer_hears_when_requests_are_served() -> None:
     stage = Stage(token_capacity=0)
     assert stage.submit(1).take() == [], "it will be sent again"
     for token_capacity in (64, 32):
-        stage.actor.handle(Serving(token_capacity))
+        stage.actor.handle(CapacityChanged(token_capacity))
     assert stage.observer.take() == [Ready(64)]
     assert stage.submit(1).take() == [Accepted(RequestId(1), 2)]
     (rejected,) = stage.submit(2, "x" * 40).take()
@@ -409,14 +408,14 @@ def test_a_new_one_asks_what_there_is_and_begins_with_nothing() -> None:
     stage = Stage(token_capacity=0)
     stage.actor.started()
     assert stage.scheduler.take() == [IntakeStarted()]
-    assert stage.detokenizer.take() == [detokenizer.IntakeStarted()]
-    stage.actor.handle(AllSent())
+    assert stage.detokenizer.take() == [IntakeStarted()]
+    stage.actor.handle(ResendComplete())
     assert stage.detokenizer.take() == [], "that was said to one before"
-    stage.actor.handle(Serving(500))
-    stage.actor.handle(AllSent())
-    assert stage.detokenizer.take() == [Keep(())]
+    stage.actor.handle(CapacityChanged(500))
+    stage.actor.handle(ResendComplete())
+    assert stage.detokenizer.take() == [RetainStreams(())]
     stage.opened(8)
-    assert stage.detokenizer.take() == [Abandon(RequestId(8))], "its client sends it again, if there is one"
+    assert stage.detokenizer.take() == [DropStream(RequestId(8))], "its client sends it again, if there is one"
 
 
 def test_what_was_accepted_before_is_not_refused_for_want_of_room() -> None:
@@ -470,14 +469,14 @@ def test_a_new_scheduler_is_told_what_was_admitted_with_the_streams_histories() 
     stage.actor.handle(SchedulerStarted(life=8))
     stage.actor.handle(SchedulerStarted(life=9))
     stage.actor.handle(DetokenizerStarted(life=1))
-    asked = [message for message in stage.detokenizer.take() if isinstance(message, TellStreams)]
+    asked = [message for message in stage.detokenizer.take() if isinstance(message, GetStreams)]
     assert len(asked) == 3, "a detokenizer that has died does not answer"
     stage.cancel(3)
     stage.scheduler.take()
     histories = ((RequestId(2), ()), (RequestId(3), (7, 8)))
     for _ in range(2):
         stage.actor.handle(Streams(histories))
-    remembered = Remembered(9, policy, (admit,), (RequestId(3),), histories)
+    remembered = RestoreState(9, policy, (admit,), (RequestId(3),), histories)
     assert stage.scheduler.take() == [remembered], "as far as it knows, none has served"
     stage.actor.handle(SchedulerStarted(life=10))
     stage.actor.handle(Streams(histories))
@@ -503,7 +502,7 @@ def test_what_has_brought_an_actor_down_is_ended_wherever_it_is() -> None:
     stage = Stage(limits=replace(LIMITS, queue_limit=4))
     in_each_stage(stage)
     stage.scheduler.take()
-    failed = [Condemn(RequestId(request_id), "crash") for request_id in (1, 2, 3, 4, 9)]
+    failed = [FailRequest(RequestId(request_id), "crash") for request_id in (1, 2, 3, 4, 9)]
     for each in failed:
         stage.actor.handle(each)
     assert stage.scheduler.take() == [failed[2], failed[4]]

@@ -42,12 +42,12 @@ from cuelight.kernel import (
     OWN,
     Actor,
     ActorCrashed,
+    ActorSpec,
     ActorStopped,
     AskTimeout,
     Context,
     Delivered,
     Event,
-    Fate,
     InProcess,
     KernelError,
     Mailbox,
@@ -55,9 +55,9 @@ from cuelight.kernel import (
     NotAccepted,
     NotSendable,
     OnThread,
-    Part,
     Ref,
     RemoteError,
+    RestartPolicy,
     Role,
     Started,
     System,
@@ -114,11 +114,11 @@ def part(
     diary: list[str],
     react: Callable[[Context[object], object], None] | None = None,
     hooks: tuple[str, ...] = (),
-) -> Part[Note | Urgent | Question]:
+) -> ActorSpec[Note | Urgent | Question]:
     def build(context: Context[object]) -> Diary:
         return Diary(playing.name, diary, None if react is None else lambda message: react(context, message), hooks)
 
-    return Part(playing, build)
+    return ActorSpec(playing, build)
 
 
 def mailbox(capacity: int = 4) -> tuple[Mailbox, ManualClock]:
@@ -624,7 +624,7 @@ async def test_a_constructor_that_raises_leaves_nothing(error: BaseException) ->
 
     threads = set(threading.enumerate())
     with pytest.raises(_Exit if isinstance(error, _Exit) else ActorCrashed) as caught:
-        await System([Part(role("first"), hires), Part(role("second"), raises)]).start()
+        await System([ActorSpec(role("first"), hires), ActorSpec(role("second"), raises)]).start()
     if isinstance(caught.value, ActorCrashed):
         assert (caught.value.actor, caught.value.message_type) == ("second", "construction")
         assert caught.value.__cause__ is error
@@ -740,7 +740,7 @@ def test_errors_cross_to_another_process(error: KernelError) -> None:
 # Whoever opens a system may be cancelled at any moment.
 
 
-def _cast_with_workers(diary: list[str]) -> list[Part[Note | Urgent | Question]]:
+def _cast_with_workers(diary: list[str]) -> list[ActorSpec[Note | Urgent | Question]]:
     def hire(name: str) -> Callable[[Context[object]], Diary]:
         def build(context: Context[object]) -> Diary:
             context.worker("w")
@@ -748,7 +748,7 @@ def _cast_with_workers(diary: list[str]) -> list[Part[Note | Urgent | Question]]
 
         return build
 
-    return [Part(role(name), hire(name)) for name in ("sink", "source")]
+    return [ActorSpec(role(name), hire(name)) for name in ("sink", "source")]
 
 
 @pytest.mark.parametrize("cancels", [1, 2])
@@ -805,7 +805,7 @@ async def test_a_system_that_nobody_stops_ends_with_its_loop() -> None:
 
 @on_each_loop
 async def test_a_timer_posts_once_unless_it_is_cancelled() -> None:
-    troupe = Troupe(a=Fate())
+    troupe = Troupe(a=RestartPolicy())
     timers: list[Timer] = []
 
     def act(context: Context[object]) -> None:
@@ -866,7 +866,7 @@ async def test_a_timer_is_posted_to_a_full_mailbox_too() -> None:
 
 @on_each_loop
 async def test_time_stands_still_while_a_handler_runs() -> None:
-    troupe = Troupe(a=Fate())
+    troupe = Troupe(a=RestartPolicy())
     seen: list[float] = []
 
     def act(context: Context[object]) -> None:
@@ -903,7 +903,7 @@ async def test_an_actors_hooks_see_the_time_that_the_tap_is_told() -> None:
             self.look()
             clock.advance(1.0)
 
-    async with System([Part(Role("watch", Note, 1), Watch)], clock=clock, tap=events.append):
+    async with System([ActorSpec(Role("watch", Note, 1), Watch)], clock=clock, tap=events.append):
         await settle()
         clock.advance(1.0)
     started, ended = events
@@ -913,7 +913,7 @@ async def test_an_actors_hooks_see_the_time_that_the_tap_is_told() -> None:
 
 @on_each_loop
 async def test_a_delivery_says_who_told() -> None:
-    troupe = Troupe(a=Fate(), b=Fate())
+    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
 
     def act(context: Context[object]) -> None:
         context.find(player("a")).tell(Note(1))
@@ -984,7 +984,7 @@ async def test_a_slow_handler_is_reported_with_actor_message_and_time(caplog: py
 
 @on_each_loop
 async def test_a_spawned_actor_is_the_last_of_the_cast_and_leaves_it_when_dismissed() -> None:
-    troupe = Troupe(a=Fate())
+    troupe = Troupe(a=RestartPolicy())
     async with troupe.system as system:
         await troupe.pass_time(0)
         ref = system.spawn(troupe.part("b"))
@@ -1015,7 +1015,7 @@ async def test_a_spawned_actor_is_the_last_of_the_cast_and_leaves_it_when_dismis
 
 @on_each_loop
 async def test_dismissed_with_drop_it_handles_nothing_more() -> None:
-    troupe = Troupe(a=Fate(), b=Fate())
+    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     async with troupe.system as system:
         await troupe.pass_time(0)
         troupe.news()
@@ -1028,7 +1028,7 @@ async def test_dismissed_with_drop_it_handles_nothing_more() -> None:
 
 @on_each_loop
 async def test_actors_spawn_and_dismiss() -> None:
-    troupe = Troupe(a=Fate())
+    troupe = Troupe(a=RestartPolicy())
 
     def act(context: Context[object]) -> None:
         context.spawn(troupe.part("b")).tell(Do(lambda context: context.dismiss(player("a"))))
@@ -1050,7 +1050,7 @@ async def test_actors_spawn_and_dismiss() -> None:
 @pytest.mark.parametrize("error", [ValueError("broken"), _Exit("broken"), _Panic("broken")])
 @on_each_loop
 async def test_whoever_spawns_hears_of_a_constructor_that_raises(error: BaseException) -> None:
-    troupe = Troupe(a=Fate())
+    troupe = Troupe(a=RestartPolicy())
 
     def fail(context: Context[object]) -> None:
         context.worker("w")
@@ -1082,8 +1082,8 @@ async def test_whoever_spawns_hears_of_a_constructor_that_raises(error: BaseExce
 
 @on_each_loop
 async def test_a_part_that_cannot_live_where_it_should_is_not_added() -> None:
-    troupe = Troupe(a=Fate())
-    local = Part(role("b"), lambda _: Diary("b", []), placement=InProcess())
+    troupe = Troupe(a=RestartPolicy())
+    local = ActorSpec(role("b"), lambda _: Diary("b", []), placement=InProcess())
     async with troupe.system as system:
         with pytest.raises(NotSendable):
             system.spawn(local)
@@ -1094,7 +1094,7 @@ async def test_a_part_that_cannot_live_where_it_should_is_not_added() -> None:
 
 @on_each_loop
 async def test_what_is_spawned_while_the_system_closes_never_lives() -> None:
-    troupe = Troupe(a=Fate(), b=Fate())
+    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     refs: list[Ref[object]] = []
     troupe.hooks["b stopped"] = lambda context: refs.append(context.spawn(troupe.part("late")))
     async with troupe.system as system:
@@ -1110,7 +1110,7 @@ async def test_what_is_spawned_while_the_system_closes_never_lives() -> None:
 @pytest.mark.parametrize("names", ["", "a"])
 @on_each_loop
 async def test_a_system_that_was_cancelled_takes_no_more_actors(names: str) -> None:
-    troupe = Troupe(**dict.fromkeys(names, Fate()))
+    troupe = Troupe(**dict.fromkeys(names, RestartPolicy()))
     system = troupe.system
     await system.start()
     (host,) = [task for task in asyncio.all_tasks() if task.get_name() == "cuelight system"]
@@ -1140,7 +1140,7 @@ async def test_ten_thousand_spawned_actors_answer() -> None:
 @on_each_loop
 async def test_an_orderly_stop_gives_up_on_work_that_does_not_return(is_lazy: bool) -> None:
     """It may be doing its last piece of work, or have others before it."""
-    troupe = Troupe(a=Fate(), b=Fate())
+    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     begun, may_end, ran = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> int:
@@ -1176,7 +1176,7 @@ async def test_an_orderly_stop_gives_up_on_work_that_does_not_return(is_lazy: bo
 
 @on_each_loop
 async def test_an_orderly_stop_drops_what_is_still_left_when_its_time_is_over() -> None:
-    troupe = Troupe(a=Fate(), b=Fate())
+    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     system = troupe.system
     await system.start()
     for number in range(5000):
@@ -1192,7 +1192,7 @@ async def test_an_orderly_stop_drops_what_is_still_left_when_its_time_is_over() 
                 troupe.clock.advance(2.0)
                 blocked.set()
 
-    slow = system.spawn(Part(Role("slow", Note, capacity=5000), Slow))
+    slow = system.spawn(ActorSpec(Role("slow", Note, capacity=5000), Slow))
     for number in range(5000):
         slow.tell(Note(number - 100))
     with pytest.raises(MailboxFull):
@@ -1209,7 +1209,7 @@ async def test_an_orderly_stop_drops_what_is_still_left_when_its_time_is_over() 
 
 @on_each_loop
 async def test_an_orderly_stop_that_is_in_time_leaves_no_timer() -> None:
-    troupe = Troupe(a=Fate())
+    troupe = Troupe(a=RestartPolicy())
     await troupe.system.start()
     troupe.tell("a", *[Note(number) for number in range(500)])
     await troupe.system.stop(timeout_seconds=1000.0)
@@ -1220,7 +1220,7 @@ async def test_an_orderly_stop_that_is_in_time_leaves_no_timer() -> None:
 @on_each_loop
 async def test_an_orderly_stop_gives_up_on_an_actor_that_is_not_yet_there() -> None:
     """Its constructor keeps its thread."""
-    troupe = Troupe(a=Fate())
+    troupe = Troupe(a=RestartPolicy())
     begun, may_end = threading.Event(), threading.Event()
 
     def build(_: Context[object]) -> Diary:
@@ -1230,7 +1230,7 @@ async def test_an_orderly_stop_gives_up_on_an_actor_that_is_not_yet_there() -> N
 
     system = troupe.system
     await system.start()
-    system.spawn(Part(Role("far", Note, 10), build, placement=OnThread()))
+    system.spawn(ActorSpec(Role("far", Note, 10), build, placement=OnThread()))
     await until(begun.is_set)
     stopping = asyncio.create_task(system.stop(timeout_seconds=1.0))
     await troupe.pass_time(1.0)
@@ -1245,7 +1245,7 @@ async def test_an_orderly_stop_gives_up_on_an_actor_that_is_not_yet_there() -> N
 @pytest.mark.parametrize("how", ["start", "cancel"])
 @on_each_loop
 async def test_a_life_that_is_cut_short_leaves_no_timer(how: str) -> None:
-    troupe = Troupe(a=Fate(), b=Fate())
+    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     troupe.hooks["a built"] = lambda context: context.after(1000.0, Note(1))
     if how == "start":
         troupe.hooks["b built"] = crash
@@ -1281,7 +1281,7 @@ def test_a_system_in_a_loop_of_a_threads_own() -> None:
 PROGRAM = """
 import asyncio, sys, threading
 import uvloop
-from cuelight.kernel import Actor, Fate, Part, Role, System
+from cuelight.kernel import Actor, ActorSpec, RestartPolicy, Role, System
 
 class Busy(Actor[int]):
     def __init__(self, context):
@@ -1301,7 +1301,7 @@ class Busy(Actor[int]):
 ROLE = Role("busy", int, 10)
 
 async def main():
-    async with System([Part(ROLE, Busy, Fate(restarts_max=5, backoff_seconds=0.0))]) as system:
+    async with System([ActorSpec(ROLE, Busy, RestartPolicy(restarts_max=5, backoff_seconds=0.0))]) as system:
         for message in {messages}:
             system.find(ROLE).tell(message)
         await asyncio.Event().wait()
@@ -1476,7 +1476,7 @@ async def test_a_systems_workers_post_to_their_actor_and_end_with_it() -> None:
         actors.append(Doubler(context))
         return actors[0]
 
-    async with System([Part(role(), build)]) as system:
+    async with System([ActorSpec(role(), build)]) as system:
         assert "cuelight actor double" in {thread.name for thread in threading.enumerate()}
         for number in range(10):
             system.find(role()).tell(Note(number))
@@ -1503,11 +1503,11 @@ async def test_an_idle_actor_keeps_nothing_alive() -> None:
 
 
 def test_a_part_is_told_what_it_should_have_been_given() -> None:
-    with pytest.raises(TypeError, match="fate of 'actor' must be a Fate, not InProcess"):
-        Part(role(), lambda _: Diary("actor", []), InProcess())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="restart policy of 'actor' must be a RestartPolicy, not InProcess"):
+        ActorSpec(role(), lambda _: Diary("actor", []), InProcess())  # type: ignore[arg-type]
     for wrong in (InProcess, "thread"):
         with pytest.raises(TypeError, match="'actor' can live InLoop"):
-            Part(role(), lambda _: Diary("actor", []), placement=wrong)  # type: ignore[arg-type]
+            ActorSpec(role(), lambda _: Diary("actor", []), placement=wrong)  # type: ignore[arg-type]
 
 
 def test_a_role_accepts_classes_and_hurries_some_of_them() -> None:

@@ -22,14 +22,14 @@ from kernel_support import NET_SECONDS, on_each_loop, until
 from cuelight import errors
 from cuelight.kernel import (
     Actor,
+    ActorSpec,
     Address,
     Context,
-    Fate,
     InLoop,
     InProcess,
     OnThread,
-    Part,
     Placement,
+    RestartPolicy,
     Role,
     System,
     Timer,
@@ -41,7 +41,7 @@ from cuelight.testing import stub_engine
 SOON = NET_SECONDS / 6
 """A smaller net: what has failed must also end."""
 
-RESTARTED = Fate(restarts_max=3, backoff_seconds=0.0)
+RESTARTED = RestartPolicy(restarts_max=3, backoff_seconds=0.0)
 
 Number = NewType("Number", int)
 
@@ -132,9 +132,9 @@ class Deaf(Actor[object]):
 
 
 @asynccontextmanager
-async def playing(place: Placement, fate: Fate = RESTARTED) -> AsyncIterator[System]:
+async def playing(place: Placement, restart_policy: RestartPolicy = RESTARTED) -> AsyncIterator[System]:
     """A system with a player. It is ended in any case, also where it does not answer any more."""
-    system = System([Part(PLAYER, Player, fate, place)])
+    system = System([ActorSpec(PLAYER, Player, restart_policy, place)])
     await system.start()
     try:
         yield system
@@ -167,8 +167,8 @@ async def echo(system: System) -> int:
 async def test_a_signal_that_has_no_name_is_a_death_like_any_other() -> None:
     system = System(
         [
-            Part(placed.SINK, lambda _: Deaf()),
-            Part(placed.PLAYER, placed.player, RESTARTED, InProcess()),
+            ActorSpec(placed.SINK, lambda _: Deaf()),
+            ActorSpec(placed.PLAYER, placed.player, RESTARTED, InProcess()),
         ]
     )
     await system.start()
@@ -186,7 +186,7 @@ async def test_a_signal_that_has_no_name_is_a_death_like_any_other() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @on_each_loop
 async def test_a_worker_whose_error_has_no_message_does_not_hold_up_the_stop() -> None:
-    async with playing(InLoop(), Fate()) as system:
+    async with playing(InLoop(), RestartPolicy()) as system:
         system.find(PLAYER).tell(Do("work in vain"))
         stopping = asyncio.ensure_future(system.stop())
         await asyncio.wait([stopping], timeout=SOON)
@@ -240,7 +240,7 @@ async def test_an_address_may_take_a_type_that_is_only_a_name() -> None:
 @on_each_loop
 async def test_who_joins_later_does_not_keep_others_from_restarting() -> None:
     async with playing(OnThread()) as system:
-        system.spawn(Part(Role("late", Unresolvable, 10), lambda _: Deaf()))
+        system.spawn(ActorSpec(Role("late", Unresolvable, 10), lambda _: Deaf()))
         system.find(PLAYER).tell(Do("raise"))
         assert await echo(system) == 7
 
@@ -286,7 +286,7 @@ async def test_a_cancelled_timer_is_forgotten() -> None:
         def handle(self, message: Message) -> None:
             pass
 
-    async with System([Part(PLAYER, Hasty)], clock=Clock()):
+    async with System([ActorSpec(PLAYER, Hasty)], clock=Clock()):
         gc.collect()
         assert timers[0]() is None
 
@@ -336,7 +336,7 @@ async def test_an_interrupt_while_a_placed_actor_begins_leaves_a_system_that_can
         raise Interrupt
 
     monkeypatch.setattr(f"cuelight.kernel.placement.{where}", interrupt)
-    system = System([Part(PLAYER, lambda _: Deaf(), placement=OnThread())])
+    system = System([ActorSpec(PLAYER, lambda _: Deaf(), placement=OnThread())])
     async with asyncio.timeout(SOON):
         with pytest.raises(Interrupt):
             await system.start()
@@ -349,6 +349,8 @@ async def test_a_main_module_that_was_exchanged_is_not_one_that_is_being_importe
     """Whatever runs a program to measure it, such as coverage, puts the program's main module in place of its own."""
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
     monkeypatch.setitem(sys.modules, "__mp_main__", types.ModuleType("__main__"))
-    system = System([Part(placed.SINK, lambda _: Deaf()), Part(placed.PLAYER, placed.player, RESTARTED, InProcess())])
+    system = System(
+        [ActorSpec(placed.SINK, lambda _: Deaf()), ActorSpec(placed.PLAYER, placed.player, RESTARTED, InProcess())]
+    )
     await system.start()
     await system.stop(drop=True, timeout_seconds=SOON)

@@ -17,7 +17,7 @@ from types import CodeType, ModuleType
 import pytest
 import uvloop
 
-from cuelight.kernel import Fate, KernelError, Strategy
+from cuelight.kernel import KernelError, RestartPolicy, Strategy
 from cuelight.kernel.simulation import SimulationError
 
 ROOT = Path(__file__).parent.parent
@@ -137,7 +137,7 @@ def table(heading: str) -> dict[str, str]:
 
 
 def test_the_pages_tables_are_those_of_the_code() -> None:
-    defaults = {name: getattr(Fate(), name) for name in Fate.__dataclass_fields__}
+    defaults = {name: getattr(RestartPolicy(), name) for name in RestartPolicy.__dataclass_fields__}
     shown = {name: value.name if isinstance(value, Strategy) else repr(value) for name, value in defaults.items()}
     assert table("field") == shown
     assert list(table("`Strategy`")) == [strategy.name for strategy in Strategy]

@@ -17,7 +17,19 @@ import msgspec
 import pytest
 from support import Recorder
 
-from cuelight.kernel import Actor, Address, Context, Delivered, Ended, JournalError, Part, Ref, Role, Started, System
+from cuelight.kernel import (
+    Actor,
+    ActorSpec,
+    Address,
+    Context,
+    Delivered,
+    Ended,
+    JournalError,
+    Ref,
+    Role,
+    Started,
+    System,
+)
 from cuelight.kernel.codec import Codec, reachable
 from cuelight.kernel.journal import BUFFER_BYTES_MAX, STRONG_ADDRESSES_MAX, Journal
 from cuelight.kernel.records import LAST_RECORD, MAGIC, VERSION, Record, Recorded, read_journal
@@ -107,7 +119,7 @@ async def test_a_systems_lives_and_deliveries_are_recorded_with_addresses_as_ids
         tell = staticmethod(heard.put_nowait)
 
     role = Role("asker", Note | Question, capacity=10)
-    part = Part(role, lambda context: Asker(context, Listener()))
+    part = ActorSpec(role, lambda context: Asker(context, Listener()))
     with Journal(path) as journal:
         async with asyncio.timeout(NET_SECONDS), System([part], tap=journal) as system:
             system.find(role).tell(Note(1))  # asks itself, which makes it ask the listener, who hears twice
@@ -433,7 +445,7 @@ async def test_the_actors_go_on_where_the_disk_is_full(path: Path) -> None:
 
     role = Role("asker", Note | Question, capacity=10)
     journal = Journal(path)
-    part = Part(role, lambda context: Asker(context, Listener()))
+    part = ActorSpec(role, lambda context: Asker(context, Listener()))
     async with asyncio.timeout(NET_SECONDS), System([part], tap=journal) as system:
         full = os.open("/dev/full", os.O_RDWR)
         assert journal._file is not None
@@ -481,7 +493,7 @@ def test_a_recording_that_just_fits_is_complete(path: Path, small: bytes) -> Non
 CHILD = """
 import asyncio, sys
 import msgspec
-from cuelight.kernel import Actor, Part, Role, System
+from cuelight.kernel import Actor, ActorSpec, Role, System
 from cuelight.kernel.journal import Journal
 
 class Note(msgspec.Struct, frozen=True, tag=True):
@@ -498,7 +510,7 @@ class Counter(Actor[Note]):
 async def main(path):
     actors = []
     role = Role("counter", Note, capacity=10)
-    part = Part(role, lambda context: actors.append(Counter(context)) or actors[0])
+    part = ActorSpec(role, lambda context: actors.append(Counter(context)) or actors[0])
     async with System([part], tap=Journal(path)) as system:
         system.find(role).tell(Note(0))
         while True:

@@ -18,20 +18,20 @@ from kernel_support import on_each_loop, until
 from cuelight.kernel import (
     Actor,
     ActorCrashed,
+    ActorSpec,
     Context,
-    Fate,
     InLoop,
     InProcess,
     OnThread,
-    Part,
     Placement,
+    RestartPolicy,
     Role,
     Simulation,
     System,
     ask,
 )
 
-AGAIN = Fate(restarts_max=10, backoff_seconds=0.0)
+AGAIN = RestartPolicy(restarts_max=10, backoff_seconds=0.0)
 PLACES = pytest.mark.parametrize("place", [InLoop(), OnThread(), InProcess()], ids=["loop", "thread", "process"])
 
 
@@ -41,8 +41,8 @@ class Heard:
     def __init__(self) -> None:
         self.notes: list[int] = []
 
-    def part(self) -> Part[placed.Heard]:
-        return Part(placed.SINK, lambda _: self._actor())
+    def part(self) -> ActorSpec[placed.Heard]:
+        return ActorSpec(placed.SINK, lambda _: self._actor())
 
     def _actor(self) -> Actor[placed.Heard]:
         notes = self.notes
@@ -60,7 +60,7 @@ class Heard:
 async def test_a_killed_life_is_a_crash_like_any_other_and_refs_stay_valid(place: Placement) -> None:
     heard = Heard()
     crashes: list[ActorCrashed] = []
-    cast = [heard.part(), Part(placed.PLAYER, placed.player, AGAIN, place)]
+    cast = [heard.part(), ActorSpec(placed.PLAYER, placed.player, AGAIN, place)]
     async with System(cast, on_crash=crashes.append) as system:
         ref = system.find(placed.PLAYER)
         ref.tell(placed.Note(1))
@@ -79,7 +79,7 @@ async def test_a_killed_life_is_a_crash_like_any_other_and_refs_stay_valid(place
 async def test_a_process_whose_handler_never_returns_is_killed() -> None:
     heard = Heard()
     crashes: list[ActorCrashed] = []
-    cast = [heard.part(), Part(placed.PLAYER, placed.player, AGAIN, InProcess())]
+    cast = [heard.part(), ActorSpec(placed.PLAYER, placed.player, AGAIN, InProcess())]
     async with System(cast, on_crash=crashes.append) as system:
         ref = system.find(placed.PLAYER)
         answer = await ask(ref, partial(placed.Do, "who", 0, ""), 30)
@@ -95,9 +95,9 @@ async def test_a_process_whose_handler_never_returns_is_killed() -> None:
 @on_each_loop
 async def test_who_is_not_alive_cannot_be_killed_nor_who_is_not_there() -> None:
     heard = Heard()
-    slow = Fate(restarts_max=1, backoff_seconds=60.0, backoff_max_seconds=60.0)
+    slow = RestartPolicy(restarts_max=1, backoff_seconds=60.0, backoff_max_seconds=60.0)
     crashes: list[ActorCrashed] = []
-    async with System([heard.part(), Part(placed.PLAYER, placed.player, slow)], on_crash=crashes.append) as system:
+    async with System([heard.part(), ActorSpec(placed.PLAYER, placed.player, slow)], on_crash=crashes.append) as system:
         system.kill(placed.PLAYER, "once")
         await until(lambda: len(crashes) == 1)
         system.kill(placed.PLAYER, "between two lives")
@@ -126,7 +126,7 @@ class Killer(Actor[Kill]):
 async def test_an_actor_kills_another_and_itself() -> None:
     heard = Heard()
     crashes: list[ActorCrashed] = []
-    cast = [heard.part(), Part(placed.PLAYER, placed.player, AGAIN), Part(KILLER, Killer, AGAIN)]
+    cast = [heard.part(), ActorSpec(placed.PLAYER, placed.player, AGAIN), ActorSpec(KILLER, Killer, AGAIN)]
     async with System(cast, on_crash=crashes.append) as system:
         system.find(KILLER).tell(Kill())
         await until(lambda: len(crashes) == 2)
@@ -136,7 +136,7 @@ async def test_an_actor_kills_another_and_itself() -> None:
 def test_in_a_simulation_too() -> None:
     crashes: list[ActorCrashed] = []
     heard = Heard()
-    cast = [heard.part(), Part(placed.PLAYER, placed.player, AGAIN), Part(KILLER, Killer, AGAIN)]
+    cast = [heard.part(), ActorSpec(placed.PLAYER, placed.player, AGAIN), ActorSpec(KILLER, Killer, AGAIN)]
     simulation = Simulation(cast, 1, on_crash=crashes.append)
     simulation.find(KILLER).tell(Kill())
     simulation.run()
@@ -151,7 +151,7 @@ def test_in_a_simulation_too() -> None:
 async def test_a_crash_is_told_with_the_message_in_hand(place: Placement) -> None:
     heard = Heard()
     crashes: list[ActorCrashed] = []
-    cast = [heard.part(), Part(placed.PLAYER, placed.player, AGAIN, place)]
+    cast = [heard.part(), ActorSpec(placed.PLAYER, placed.player, AGAIN, place)]
     async with System(cast, on_crash=crashes.append) as system:
         ref = system.find(placed.PLAYER)
         ref.tell(placed.Note(1))
@@ -164,7 +164,9 @@ async def test_a_crash_is_told_with_the_message_in_hand(place: Placement) -> Non
 
 def test_a_simulation_tells_the_message_in_hand() -> None:
     crashes: list[ActorCrashed] = []
-    simulation = Simulation([Heard().part(), Part(placed.PLAYER, placed.player, AGAIN)], 1, on_crash=crashes.append)
+    simulation = Simulation(
+        [Heard().part(), ActorSpec(placed.PLAYER, placed.player, AGAIN)], 1, on_crash=crashes.append
+    )
     bad = placed.Do("raise", text="a bad message")
     simulation.find(placed.PLAYER).tell(bad)
     simulation.run()
@@ -196,7 +198,7 @@ async def test_what_a_crashed_actor_held_is_free_before_the_next_life_begins() -
     gc.disable()
     logging.disable(logging.ERROR)  # records that pytest keeps have tracebacks
     try:
-        async with System([Part(role, build, AGAIN)]) as system:
+        async with System([ActorSpec(role, build, AGAIN)]) as system:
             system.kill(role, "the test says so")
             await until(lambda: len(alive) == 2)
             system.find(role).tell(placed.Note(-1))

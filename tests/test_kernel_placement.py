@@ -55,12 +55,12 @@ from placed import (
 from cuelight.kernel import (
     Actor,
     ActorCrashed,
+    ActorSpec,
     Address,
     AskTimeout,
     Context,
     Delivered,
     Event,
-    Fate,
     InLoop,
     InProcess,
     MailboxFull,
@@ -68,10 +68,10 @@ from cuelight.kernel import (
     NotAccepted,
     NotSendable,
     OnThread,
-    Part,
     Placement,
     Ref,
     RemoteError,
+    RestartPolicy,
     Role,
     Started,
     Strategy,
@@ -93,7 +93,7 @@ NET_SECONDS = 60 + 2 * KILLS
 
 EVERYWHERE = [InLoop(), OnThread(), InProcess()]
 ELSEWHERE = [OnThread(), InProcess()]
-PATIENT = Fate(restarts_max=1000, backoff_seconds=0.0)
+PATIENT = RestartPolicy(restarts_max=1000, backoff_seconds=0.0)
 
 
 OTHERS: set[int] = set()
@@ -234,16 +234,16 @@ class Theatre:
 @asynccontextmanager
 async def theatre(
     place: Placement,
-    *more: Part[Never],
+    *more: ActorSpec[Never],
     build: Callable[[Context[Protocol]], Actor[Protocol]] = player,
-    fate: Fate = PATIENT,
+    restart_policy: RestartPolicy = PATIENT,
     role: Role[Protocol] = PLAYER,
     **options: object,
 ) -> AsyncIterator[Theatre]:
     """The sink, who watches the player; the others; and the player where it is to live."""
     heard: list[object] = []
-    sink = Part(SINK, lambda context: Sink(heard, context, (PLAYER,)))
-    cast_ = [sink, *more, Part(role, build, fate, place)]
+    sink = ActorSpec(SINK, lambda context: Sink(heard, context, (PLAYER,)))
+    cast_ = [sink, *more, ActorSpec(role, build, restart_policy, place)]
     async with System(cast_, **options) as system:  # type: ignore[arg-type]
         try:
             yield Theatre(system, heard)
@@ -333,9 +333,9 @@ async def test_an_address_works_wherever_it_is_carried(place: Placement) -> None
     """The way home too: through an actor elsewhere, another one elsewhere, and an actor that was spawned here."""
     spawned: list[object] = []
     home: Role[Note | Carry] = Role("home", Note | Carry, 10)
-    other = Part(OTHER, player, placement=InProcess() if isinstance(place, OnThread) else place)
+    other = ActorSpec(OTHER, player, placement=InProcess() if isinstance(place, OnThread) else place)
     async with theatre(place, other) as stage:
-        late = stage.system.spawn(Part(home, lambda context: Sink(spawned, context)))
+        late = stage.system.spawn(ActorSpec(home, lambda context: Sink(spawned, context)))
         there = stage.system.find(OTHER)
         stage.player.tell(Carry(late, (there, stage.player, there), 0))
         await until(lambda: spawned)
@@ -351,7 +351,7 @@ async def test_an_address_works_wherever_it_is_carried(place: Placement) -> None
 async def test_an_actor_has_timers_threads_time_and_chance(place: Placement) -> None:
     chances = []
     for _ in range(2):
-        async with theatre(place, Part(OTHER, player), chance=random.Random(7)) as stage:
+        async with theatre(place, ActorSpec(OTHER, player), chance=random.Random(7)) as stage:
             stage.tell("later", 1)
             await until(lambda: stage.numbers() == [1])
             stage.tell("work", 2)
@@ -368,14 +368,14 @@ async def _chance_at_home() -> float:
         if isinstance(event, Started):
             seeds[event.actor] = event.seed
 
-    async with theatre(InLoop(), Part(OTHER, player), chance=random.Random(7), tap=tap):
+    async with theatre(InLoop(), ActorSpec(OTHER, player), chance=random.Random(7), tap=tap):
         return random.Random(seeds["player"]).random()
 
 
 @everywhere
 @played
 async def test_an_actor_watches_and_is_watched(place: Placement) -> None:
-    async with theatre(place, Part(OTHER, player, PATIENT, place)) as stage:
+    async with theatre(place, ActorSpec(OTHER, player, PATIENT, place)) as stage:
         await stage.do("watch")
         stage.system.find(OTHER).tell(Do("raise", text="other"))
         await until(lambda: stage.all(Terminated))
@@ -436,7 +436,7 @@ async def test_a_spawned_actors_address_is_good_for_others(place: Placement, gat
 @played
 async def test_a_spawned_actor_watches_those_of_the_cast(place: Placement, life: Placement) -> None:
     """Until it has stopped, or the life that spawned it is over."""
-    async with theatre(place, Part(OTHER, player, PATIENT, life)) as stage:
+    async with theatre(place, ActorSpec(OTHER, player, PATIENT, life)) as stage:
         stage.tell("spawn and tell", text="watch")
         await until(lambda: "other" in _watchers(stage))
         stage.system.find(OTHER).tell(Do("raise", text="the first"))
@@ -470,7 +470,7 @@ def _watchers(stage: Theatre) -> dict[str, int]:
 @pytest.mark.parametrize("action", ["dismiss", "spawn that it dismisses"])
 @played
 async def test_an_actor_dismisses_those_of_the_cast(place: Placement, action: str) -> None:
-    async with theatre(place, Part(OTHER, player, PATIENT, place)) as stage:
+    async with theatre(place, ActorSpec(OTHER, player, PATIENT, place)) as stage:
         for number in range(100):
             stage.system.find(OTHER).tell(Note(number))
         stage.tell(action, text="other")
@@ -498,7 +498,7 @@ async def test_an_actor_dismisses_itself(place: Placement, drop: bool) -> None:
 @everywhere
 @played
 async def test_to_dismiss_nobody_is_a_mistake_and_to_dismiss_twice_is_none(place: Placement) -> None:
-    async with theatre(place, Part(OTHER, player)) as stage:
+    async with theatre(place, ActorSpec(OTHER, player)) as stage:
         stage.tell("dismiss", text="other")
         stage.tell("dismiss", text="other")
         await stage.do("who")
@@ -510,7 +510,7 @@ async def test_to_dismiss_nobody_is_a_mistake_and_to_dismiss_twice_is_none(place
 @played
 async def test_who_has_joined_or_left_the_cast_since_is_watched_and_dismissed_too() -> None:
     async with theatre(OnThread()) as stage:
-        stage.system.spawn(Part(OTHER, player))
+        stage.system.spawn(ActorSpec(OTHER, player))
         await stage.do("watch")
         stage.tell("dismiss", text="other")
         await until(lambda: stage.all(Terminated))
@@ -611,7 +611,7 @@ async def test_a_crash_costs_the_message_being_handled(place: Placement, caplog:
 @played
 async def test_a_constructor_that_raises_ends_the_start(place: Placement) -> None:
     with pytest.raises(ActorCrashed, match=r"'player' crashed on construction.*no such player") as caught:
-        async with theatre(place, Part(OTHER, player, placement=place), build=broken):
+        async with theatre(place, ActorSpec(OTHER, player, placement=place), build=broken):
             raise AssertionError("never started")
     if not isinstance(place, InLoop):
         assert isinstance(caught.value.__cause__, RemoteError)
@@ -624,7 +624,9 @@ async def test_a_constructor_that_raises_at_the_restart_is_another_crash(place: 
     build = partial(breaking, path=str(tmp_path / "life"))
     failures: list[ActorCrashed] = []
     with pytest.raises(ActorCrashed, match="there has been one"):
-        async with theatre(place, build=build, fate=Fate(2, backoff_seconds=0.0), on_failure=failures.append) as stage:
+        async with theatre(
+            place, build=build, restart_policy=RestartPolicy(2, backoff_seconds=0.0), on_failure=failures.append
+        ) as stage:
             stage.tell("raise")
             await until(lambda: failures)
             await asyncio.sleep(NET_SECONDS)
@@ -634,8 +636,8 @@ async def test_a_constructor_that_raises_at_the_restart_is_another_crash(place: 
 @everywhere
 @played
 async def test_a_group_restarts_together(place: Placement, tmp_path: Path) -> None:
-    fate = Fate(restarts_max=5, backoff_seconds=0.0, strategy=Strategy.REST_FOR_ONE)
-    other = Part(OTHER, partial(counting, path=str(tmp_path / "other")), fate, place)
+    restart_policy = RestartPolicy(restarts_max=5, backoff_seconds=0.0, strategy=Strategy.REST_FOR_ONE)
+    other = ActorSpec(OTHER, partial(counting, path=str(tmp_path / "other")), restart_policy, place)
     async with theatre(place, other, build=partial(counting, path=str(tmp_path / "player"))) as stage:
         stage.system.find(OTHER).tell(Do("raise"))
         await until(lambda: [each.number for each in stage.all(Answer) if each.text == "born"] == [1, 1, 2, 2])
@@ -647,7 +649,7 @@ async def test_a_group_restarts_together(place: Placement, tmp_path: Path) -> No
 @everywhere
 @played
 async def test_several_actors_in_several_systems(place: Placement) -> None:
-    async with theatre(place, Part(OTHER, player, placement=place)) as one, theatre(place) as two:
+    async with theatre(place, ActorSpec(OTHER, player, placement=place)) as one, theatre(place) as two:
         whos = [await one.do("who"), await one.do("who", to=one.system.find(OTHER)), await two.do("who")]
         assert len(set(whos)) == (1 if isinstance(place, InLoop) else 2 if isinstance(place, OnThread) else 3)
         one.tell("raise")
@@ -798,7 +800,7 @@ async def test_at_most_a_window_is_handed_over(place: Placement, gate: Gate) -> 
 async def test_flooding_somebody_is_the_flooders_crash(place: Placement) -> None:
     quiet: list[object] = []
 
-    async with theatre(place, Part(OTHER, player, placement=place), _crowded(quiet)) as stage:
+    async with theatre(place, ActorSpec(OTHER, player, placement=place), _crowded(quiet)) as stage:
         stage.tell("crowd", 5000)
         stage.player.tell(Note(1))
         assert "crashed on placed:Note: MailboxFull" in (await stage.ended()).error
@@ -809,8 +811,8 @@ async def test_flooding_somebody_is_the_flooders_crash(place: Placement) -> None
         assert len(stage.all(Terminated)) == 1
 
 
-def _crowded(heard: list[object]) -> Part[Note]:
-    return Part(CROWDED, lambda context: Sink(heard, context))
+def _crowded(heard: list[object]) -> ActorSpec[Note]:
+    return ActorSpec(CROWDED, lambda context: Sink(heard, context))
 
 
 @elsewhere
@@ -838,7 +840,7 @@ async def test_what_cannot_be_sent_is_refused_at_the_sender(place: OnThread | In
 @elsewhere
 @played
 async def test_what_the_kernel_says_is_never_too_large(place: OnThread | InProcess) -> None:
-    async with theatre(replace(place, message_bytes_max=300), Part(OTHER, player, PATIENT, InLoop())) as stage:
+    async with theatre(replace(place, message_bytes_max=300), ActorSpec(OTHER, player, PATIENT, InLoop())) as stage:
         await stage.do("watch")
         stage.system.find(OTHER).tell(Do("raise", text="x" * 1000))
         await until(lambda: stage.all(Terminated))
@@ -856,7 +858,7 @@ class Unresolved(msgspec.Struct, frozen=True, tag=True):
 async def test_a_protocol_that_cannot_be_read_ends_the_start(place: Placement) -> None:
     role: Role[Never] = Role("unreadable", Unresolved, 1)
     with pytest.raises(NotSendable, match="Unresolved cannot be resolved"):
-        async with theatre(place, Part(role, player)):
+        async with theatre(place, ActorSpec(role, player)):
             raise AssertionError("never started")
 
 
@@ -982,7 +984,9 @@ async def test_a_process_is_killed_while_its_constructor_waits(tmp_path: Path) -
     os.mkfifo(gate)
     async with theatre(InLoop()) as stage:
         role = Role("gated", Protocol, 10)
-        ref = stage.system.spawn(Part(role, partial(gated, path=str(gate)), Fate(restarts_max=1), InProcess()))
+        ref = stage.system.spawn(
+            ActorSpec(role, partial(gated, path=str(gate)), RestartPolicy(restarts_max=1), InProcess())
+        )
         seat = stage.system._seats["gated"]
         await until(lambda: seat.life)
         stage.system.kill(role, "no longer wanted")
@@ -995,7 +999,7 @@ async def test_a_process_is_killed_while_its_constructor_waits(tmp_path: Path) -
 @pytest.mark.parametrize("where", ELSEWHERE, ids=lambda place: type(place).__name__)
 @played
 async def test_a_placed_actor_kills_others_and_itself(place: Placement, where: Placement) -> None:
-    async with theatre(where, Part(OTHER, player, PATIENT, place)) as stage:
+    async with theatre(where, ActorSpec(OTHER, player, PATIENT, place)) as stage:
         await stage.do("watch")
         await stage.do("kill", text="other")
         await until(lambda: stage.all(Terminated))  # the player was told, and passed it on
@@ -1041,7 +1045,7 @@ async def test_a_constructor_that_exits_has_crashed(place: Placement) -> None:
 @played
 async def test_a_death_while_the_rest_is_handled_is_not_taken_for_a_stop(action: str, gate: Gate) -> None:
     with pytest.raises(ActorCrashed, match="its process"):
-        async with theatre(InProcess(), fate=Fate()) as stage:
+        async with theatre(InProcess(), restart_policy=RestartPolicy()) as stage:
             stage.tell("gate", text=gate.path)
             stage.tell(action, signal.SIGKILL if action == "signal" else 0)
             stage.player.tell(Note(1))
@@ -1085,7 +1089,7 @@ async def test_an_interpreter_that_does_not_start(
 
 @played
 async def test_no_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    async with theatre(InProcess(), fate=Fate(1000, backoff_max_seconds=0.05)) as stage:
+    async with theatre(InProcess(), restart_policy=RestartPolicy(1000, backoff_max_seconds=0.05)) as stage:
         monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
         stage.tell("raise")
         await stage.ended(2)
@@ -1207,7 +1211,7 @@ async def test_stop_with_a_timeout_does_not_wait_for_a_handler_that_never_return
 @played
 async def test_stop_with_a_timeout_does_not_wait_for_a_constructor(place: Placement, gate: Gate) -> None:
     async with theatre(InLoop()) as stage:
-        stage.system.spawn(Part(CHILD, partial(gated, path=gate.path), placement=place))
+        stage.system.spawn(ActorSpec(CHILD, partial(gated, path=gate.path), placement=place))
         await until(gate.is_reached)
         await stage.system.stop(timeout_seconds=0.0)
         gate.open()
@@ -1233,7 +1237,7 @@ async def test_a_cancelled_host_ends_what_it_has_placed(place: Placement, gate: 
 @pytest.mark.parametrize("turns", [1, 3, 6])
 @on_each_loop
 async def test_cancelled_while_starting(place: Placement, turns: int, tmp_path: Path) -> None:
-    system = System([_sink_part([]), Part(PLAYER, player, PATIENT, place)])
+    system = System([_sink_part([]), ActorSpec(PLAYER, player, PATIENT, place)])
     starting = asyncio.ensure_future(system.start())
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -1246,14 +1250,14 @@ async def test_cancelled_while_starting(place: Placement, turns: int, tmp_path: 
     assert children() == set()
 
 
-def _sink_part(heard: list[object]) -> Part[Never]:
-    return cast(Part[Never], Part(SINK, lambda context: Sink(heard, context)))
+def _sink_part(heard: list[object]) -> ActorSpec[Never]:
+    return cast(ActorSpec[Never], ActorSpec(SINK, lambda context: Sink(heard, context)))
 
 
 @elsewhere
 @played
 async def test_cancelled_while_a_constructor_runs(place: Placement, gate: Gate) -> None:
-    system = System([_sink_part([]), Part(PLAYER, partial(gated, path=gate.path), PATIENT, place)])
+    system = System([_sink_part([]), ActorSpec(PLAYER, partial(gated, path=gate.path), PATIENT, place)])
     starting = asyncio.ensure_future(system.start())
     await until(gate.is_reached)
     starting.cancel()
@@ -1266,7 +1270,7 @@ async def test_cancelled_while_a_constructor_runs(place: Placement, gate: Gate) 
 @elsewhere
 @played
 async def test_stopped_while_a_restart_is_under_way(place: Placement, gate: Gate, tmp_path: Path) -> None:
-    async with theatre(place, fate=PATIENT) as stage:
+    async with theatre(place, restart_policy=PATIENT) as stage:
         seat = stage.system._seats["player"]
         seat.part = replace(seat.part, build=partial(gated, path=gate.path))  # type: ignore[arg-type]  # of whatever protocol
         stage.tell("raise")
@@ -1281,13 +1285,13 @@ async def test_stopped_while_a_restart_is_under_way(place: Placement, gate: Gate
 @played
 async def test_spawned_and_dismissed_from_outside(place: Placement) -> None:
     async with theatre(InLoop()) as stage:
-        child = stage.system.spawn(Part(CHILD, player, placement=place))
+        child = stage.system.spawn(ActorSpec(CHILD, player, placement=place))
         for number in range(100):
             child.tell(Note(number))
         stage.system.dismiss(CHILD)
         await until(lambda: stage.numbers() == list(range(100)))
         await until(lambda: "child" not in stage.system.statistics())
-        child = stage.system.spawn(Part(CHILD, player, placement=place))
+        child = stage.system.spawn(ActorSpec(CHILD, player, placement=place))
         assert (await stage.do("clock", to=child)).number == 1
 
 
@@ -1296,7 +1300,7 @@ async def test_spawned_and_dismissed_from_outside(place: Placement) -> None:
 async def test_a_spawned_actor_that_cannot_be_built_has_crashed(place: Placement) -> None:
     with pytest.raises(ActorCrashed, match="no such player"):
         async with theatre(InLoop()) as stage:
-            stage.system.spawn(Part(OTHER, broken, placement=place))
+            stage.system.spawn(ActorSpec(OTHER, broken, placement=place))
             await asyncio.Event().wait()
 
 
@@ -1346,7 +1350,7 @@ ACTORS = """
     SHOW = Role("show", str, 10)
 
     async def show(*messages, forever=False):
-        async with System([Part(SHOW, Show, placement=InProcess())]) as system:
+        async with System([ActorSpec(SHOW, Show, placement=InProcess())]) as system:
             for message in messages:
                 system.find(SHOW).tell(message)
             if forever:
@@ -1423,7 +1427,7 @@ def test_a_parent_without_outputs_or_directory_has_children_all_the_same(
                 open(message, "w").write(" ".join(os.readlink(f"/proc/self/fd/{{each}}") for each in {closed}))
 
         async def prove():
-            async with System([Part(PROOF, build, placement=InProcess())]) as system:
+            async with System([ActorSpec(PROOF, build, placement=InProcess())]) as system:
                 system.find(PROOF).tell({folder!r} + "/proof")
 
         def build(context):
@@ -1477,7 +1481,7 @@ def test_processes_end_with_a_parent_that_does_not_stop_them(tmp_path: Path) -> 
     script = """
         import actors
         loop = actors.asyncio.new_event_loop()
-        system = actors.System([actors.Part(actors.SHOW, actors.Show, placement=actors.InProcess())])
+        system = actors.System([actors.ActorSpec(actors.SHOW, actors.Show, placement=actors.InProcess())])
         loop.run_until_complete(system.start())
         {}
     """

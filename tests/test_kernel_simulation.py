@@ -22,11 +22,11 @@ from support import Recorder
 from cuelight.kernel import (
     Actor,
     ActorCrashed,
+    ActorSpec,
     Context,
     Delivered,
     Ended,
     Event,
-    Fate,
     InLoop,
     InProcess,
     Mailbox,
@@ -34,8 +34,8 @@ from cuelight.kernel import (
     MessageTooLarge,
     NotSendable,
     OnThread,
-    Part,
     Placement,
+    RestartPolicy,
     Role,
     Started,
     Strategy,
@@ -48,7 +48,7 @@ from cuelight.kernel.wire import WINDOW
 from cuelight.messages.address import Address
 
 HISTORIES = int(os.environ.get("CUELIGHT_HISTORIES", "200"))
-MANY = Fate(restarts_max=1000, backoff_seconds=0.0, backoff_max_seconds=0.0)
+MANY = RestartPolicy(restarts_max=1000, backoff_seconds=0.0, backoff_max_seconds=0.0)
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):
@@ -107,29 +107,29 @@ class Troupe:
     """Parts in the making, and what becomes of them."""
 
     diary: list[str] = field(default_factory=list)
-    parts: list[Part[Messages]] = field(default_factory=list)
+    parts: list[ActorSpec[Messages]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
     def add(
         self,
         name: str,
         play: Play | None = None,
-        fate: Fate | None = None,
+        restart_policy: RestartPolicy | None = None,
         placement: Placement | None = None,
         capacity: int = 1000,
     ) -> Troupe:
-        self.parts.append(self.part(name, play, fate or Fate(), placement or InLoop(), capacity))
+        self.parts.append(self.part(name, play, restart_policy or RestartPolicy(), placement or InLoop(), capacity))
         return self
 
     def part(
         self,
         name: str,
         play: Play | None = None,
-        fate: Fate = Fate(),  # noqa: B008  # frozen
+        restart_policy: RestartPolicy = RestartPolicy(),  # noqa: B008  # frozen
         placement: Placement = InLoop(),  # noqa: B008  # frozen
         capacity: int = 1000,
-    ) -> Part[Messages]:
-        return Part(role(name, capacity), partial(Player, name, self.diary, play), fate, placement)
+    ) -> ActorSpec[Messages]:
+        return ActorSpec(role(name, capacity), partial(Player, name, self.diary, play), restart_policy, placement)
 
     def open(self, seed: int = 0, faults: Faults = Faults()) -> Simulation:  # noqa: B008  # frozen
         return Simulation(self.parts, seed, tap=self.events.append, faults=faults)
@@ -468,8 +468,10 @@ def test_who_restarts_with_whom(strategy: Strategy, leaving: list[str], built: l
     for seed in range(10):
         troupe = Troupe()
         for name in "abcd":
-            fate = Fate(5, strategy=strategy, backoff_seconds=1.0) if name == "b" else Fate()
-            troupe.add(name, crash_on(1), fate, placement)
+            restart_policy = (
+                RestartPolicy(5, strategy=strategy, backoff_seconds=1.0) if name == "b" else RestartPolicy()
+            )
+            troupe.add(name, crash_on(1), restart_policy, placement)
         simulation = troupe.open(seed)
         simulation.run()
         del troupe.diary[:], troupe.events[:]
@@ -486,8 +488,10 @@ def test_who_restarts_with_whom(strategy: Strategy, leaving: list[str], built: l
         assert 0.5 <= begun[0].seconds - ended[0].seconds <= 1.0, "after the back-off"
 
 
-def test_a_crash_that_no_fate_provides_for_ends_everything() -> None:
-    troupe = Troupe().add("sink").add("actor", crash_on(2), Fate(restarts_max=1, backoff_seconds=0.0)).add("source")
+def test_a_crash_beyond_the_restart_policy_ends_everything() -> None:
+    troupe = (
+        Troupe().add("sink").add("actor", crash_on(2), RestartPolicy(restarts_max=1, backoff_seconds=0.0)).add("source")
+    )
     simulation = troupe.open()
     for number in (0, 2, 1, 2, 3):
         simulation.find(role("actor")).tell(Note(number))
@@ -514,8 +518,8 @@ def test_a_constructor_that_crashes_again_claims_those_not_yet_built() -> None:
             if built.count("sink") == 2 and name == "sink":
                 raise RuntimeError("not yet")
 
-    fate = Fate(5, strategy=Strategy.ONE_FOR_ALL, backoff_seconds=0.0)
-    parts = [Part(role(name), partial(Fragile, name), fate) for name in ("sink", "source")]
+    restart_policy = RestartPolicy(5, strategy=Strategy.ONE_FOR_ALL, backoff_seconds=0.0)
+    parts = [ActorSpec(role(name), partial(Fragile, name), restart_policy) for name in ("sink", "source")]
     for seed in range(10):
         built.clear()
         simulation = Simulation(parts, seed)
@@ -557,7 +561,7 @@ def test_watching_takes_a_protocol() -> None:
         raise AssertionError("not reached")
 
     with pytest.raises(ActorCrashed, match="its protocol needs Terminated"):
-        Simulation([*Troupe().add("sink").parts, Part(Role("actor", Note, 1), build)], 0)
+        Simulation([*Troupe().add("sink").parts, ActorSpec(Role("actor", Note, 1), build)], 0)
 
 
 def test_stopping_drains_sources_first() -> None:
@@ -609,10 +613,10 @@ def test_who_cannot_be_built_is_not_spawned() -> None:
 
     simulation = Troupe().add("host").open()
     with pytest.raises(ActorCrashed):
-        simulation.spawn(Part(role("guest"), build))
+        simulation.spawn(ActorSpec(role("guest"), build))
     with pytest.raises(KeyError):
         simulation.find(role("guest"))
-    simulation.spawn(Part(role("guest"), build, placement=OnThread()))
+    simulation.spawn(ActorSpec(role("guest"), build, placement=OnThread()))
     assert simulation.failure is None
     simulation.run()
     assert simulation.failure is not None, "where it lives elsewhere, it crashes later"
@@ -622,7 +626,9 @@ def test_who_cannot_be_sent_anything_is_not_spawned() -> None:
     simulation = Troupe().add("host").open()
     unresolvable = type("Unresolvable", (), {"__annotations__": {"field": "Nowhere"}})
     with pytest.raises(NotSendable, match="Nowhere"):
-        simulation.spawn(Part(Role("guest", unresolvable, 1), partial(Player, "guest", [], None), placement=OnThread()))
+        simulation.spawn(
+            ActorSpec(Role("guest", unresolvable, 1), partial(Player, "guest", [], None), placement=OnThread())
+        )
     with pytest.raises(KeyError):
         simulation.find(role("guest"))
     tell_all(simulation, "host", 1)
@@ -631,7 +637,7 @@ def test_who_cannot_be_sent_anything_is_not_spawned() -> None:
 
 
 def test_a_dismissed_actor_does_not_come_back() -> None:
-    troupe = Troupe().add("actor", crash_on(0), Fate(3, backoff_seconds=1.0))
+    troupe = Troupe().add("actor", crash_on(0), RestartPolicy(3, backoff_seconds=1.0))
     simulation = troupe.open()
     tell_all(simulation, "actor", 2)
     simulation.at(0.25, partial(simulation.dismiss, role("actor")))
@@ -814,7 +820,7 @@ def test_a_kill_takes_along_what_was_handed_over_and_no_more() -> None:
 def test_a_process_that_is_killed_once_loses_no_more_than_the_window() -> None:
     losses = set()
     for seed in range(200):
-        troupe = Troupe().add("away", None, Fate(), InProcess())
+        troupe = Troupe().add("away", None, RestartPolicy(), InProcess())
         simulation = troupe.open(seed, Faults(kill=1.0))
         tell_all(simulation, "away", 100)
         simulation.run()
@@ -871,7 +877,7 @@ def test_a_kill_ends_a_life_as_a_crash(placement: Placement) -> None:
         assert losses == {0}
 
 
-def test_a_kill_that_no_fate_provides_for_ends_everything() -> None:
+def test_a_kill_beyond_the_restart_policy_ends_everything() -> None:
     troupe = Troupe().add("actor", lambda player, message: player.context.kill(role("actor"), "as planned"))
     simulation = troupe.open()
     simulation.run()

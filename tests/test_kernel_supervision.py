@@ -29,13 +29,13 @@ from kernel_support import (
 from cuelight.kernel import (
     Actor,
     ActorCrashed,
+    ActorSpec,
     Context,
     Delivered,
     Ended,
-    Fate,
     NotAccepted,
     OnThread,
-    Part,
+    RestartPolicy,
     Role,
     Started,
     Strategy,
@@ -45,10 +45,10 @@ from cuelight.kernel import (
 )
 from cuelight.kernel.supervision import judge
 
-AGAIN = Fate(restarts_max=10)
+AGAIN = RestartPolicy(restarts_max=10)
 """Restarts alone; 0.05 s after the first crash."""
-REST = Fate(restarts_max=10, strategy=Strategy.REST_FOR_ONE)
-ALL = Fate(restarts_max=10, strategy=Strategy.ONE_FOR_ALL)
+REST = RestartPolicy(restarts_max=10, strategy=Strategy.REST_FOR_ONE)
+ALL = RestartPolicy(restarts_max=10, strategy=Strategy.ONE_FOR_ALL)
 
 
 def born(*lives: str) -> list[str]:
@@ -60,29 +60,29 @@ def born(*lives: str) -> list[str]:
 
 
 def test_each_restart_in_the_window_waits_twice_as_long_up_to_a_maximum() -> None:
-    fate = Fate(restarts_max=100, window_seconds=60.0, backoff_seconds=0.1, backoff_max_seconds=1.0)
+    restart_policy = RestartPolicy(restarts_max=100, window_seconds=60.0, backoff_seconds=0.1, backoff_max_seconds=1.0)
     crashes: list[float] = []
-    delays = [judge(fate, crashes, number * 0.1, Steady(0.0)) for number in range(100)]
+    delays = [judge(restart_policy, crashes, number * 0.1, Steady(0.0)) for number in range(100)]
     assert delays[:6] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
     assert set(delays[4:]) == {1.0}
 
 
 def test_a_random_part_of_up_to_a_half_is_left_out_of_a_wait() -> None:
-    fate = Fate(restarts_max=1000, backoff_seconds=1.0, backoff_max_seconds=1.0)
+    restart_policy = RestartPolicy(restarts_max=1000, backoff_seconds=1.0, backoff_max_seconds=1.0)
     chance, same = random.Random(3), random.Random(3)
     crashes: list[float] = []
-    delays = [judge(fate, crashes, 0.0, chance) for _ in range(1000)]
+    delays = [judge(restart_policy, crashes, 0.0, chance) for _ in range(1000)]
     assert delays == [1 - same.random() / 2 for _ in range(1000)]
     assert 0.5 < min(delays) < 0.51
     assert 0.99 < max(delays) <= 1.0
 
 
 def test_old_crashes_leave_the_window() -> None:
-    fate = Fate(restarts_max=2, window_seconds=10.0, backoff_seconds=0.1)
+    restart_policy = RestartPolicy(restarts_max=2, window_seconds=10.0, backoff_seconds=0.1)
     crashes: list[float] = []
 
     def delay(now: float) -> float | None:
-        return judge(fate, crashes, now, Steady(0.0))
+        return judge(restart_policy, crashes, now, Steady(0.0))
 
     assert [delay(0.0), delay(6.0)] == [0.1, 0.2]
     assert delay(9.9) is None
@@ -92,17 +92,17 @@ def test_old_crashes_leave_the_window() -> None:
 
 
 def test_each_actors_crashes_are_its_own() -> None:
-    fate, chance = Fate(restarts_max=1), Steady(0.0)
+    restart_policy, chance = RestartPolicy(restarts_max=1), Steady(0.0)
     crashes: dict[str, list[float]] = {"a": [], "b": []}
-    assert judge(fate, crashes["a"], 0.0, chance) is not None
-    assert judge(fate, crashes["b"], 0.0, chance) is not None
-    assert judge(fate, crashes["a"], 0.0, chance) is None
-    assert judge(Fate(), [], 0.0, chance) is None
+    assert judge(restart_policy, crashes["a"], 0.0, chance) is not None
+    assert judge(restart_policy, crashes["b"], 0.0, chance) is not None
+    assert judge(restart_policy, crashes["a"], 0.0, chance) is None
+    assert judge(RestartPolicy(), [], 0.0, chance) is None
 
 
 @on_each_loop
 async def test_whoever_takes_over_a_role_begins_without_the_crashes_of_another() -> None:
-    once = Fate(restarts_max=1)
+    once = RestartPolicy(restarts_max=1)
     troupe = Troupe(a=AGAIN)
     async with troupe.system as system:
         for _ in range(3):
@@ -127,7 +127,7 @@ async def test_whoever_takes_over_a_role_begins_without_the_crashes_of_another()
 )
 def test_a_fate_makes_sense(wrong: dict[str, float]) -> None:
     with pytest.raises(AssertionError):
-        Fate(**wrong)
+        RestartPolicy(**wrong)
 
 
 # Who restarts.
@@ -145,7 +145,7 @@ def test_a_fate_makes_sense(wrong: dict[str, float]) -> None:
 async def test_a_crash_restarts_those_of_its_strategy(
     strategy: Strategy, stopped: list[str], restarted: list[str]
 ) -> None:
-    troupe = Troupe(a=AGAIN, b=Fate(restarts_max=1, strategy=strategy), c=AGAIN, d=AGAIN)
+    troupe = Troupe(a=AGAIN, b=RestartPolicy(restarts_max=1, strategy=strategy), c=AGAIN, d=AGAIN)
     async with troupe.system as system:
         assert await troupe.pass_time(0) == born("a.1", "b.1", "c.1", "d.1")
         refs = [system.find(player(name)) for name in "abcd"]
@@ -246,7 +246,7 @@ async def test_an_actor_that_kills_itself_handles_no_more_in_this_life() -> None
 
 @on_each_loop
 async def test_what_follows_a_kill_is_said_in_the_fate() -> None:
-    troupe = Troupe(a=AGAIN, b=Fate(restarts_max=1))
+    troupe = Troupe(a=AGAIN, b=RestartPolicy(restarts_max=1))
     with pytest.raises(ActorCrashed, match="actor 'b' died: it was killed: once more"):
         async with troupe.system as system:
             await troupe.pass_time(0)
@@ -389,7 +389,7 @@ async def test_a_question_asked_before_the_crash_is_answered_after_it() -> None:
 
 @on_each_loop
 async def test_waits_are_those_of_the_injected_clock_and_chance() -> None:
-    troupe = Troupe(a=Fate(restarts_max=5, backoff_seconds=1.0, backoff_max_seconds=5.0), chance=Steady(0.5))
+    troupe = Troupe(a=RestartPolicy(restarts_max=5, backoff_seconds=1.0, backoff_max_seconds=5.0), chance=Steady(0.5))
     async with troupe.system:
         for wait in (0.75, 1.5, 3.0, 3.75, 3.75):
             await troupe.pass_time(0)
@@ -401,7 +401,7 @@ async def test_waits_are_those_of_the_injected_clock_and_chance() -> None:
 
 @on_each_loop
 async def test_one_crash_too_many_in_the_window_ends_the_system() -> None:
-    troupe = Troupe(sink=AGAIN, a=Fate(restarts_max=2, window_seconds=10.0, backoff_seconds=0.0))
+    troupe = Troupe(sink=AGAIN, a=RestartPolicy(restarts_max=2, window_seconds=10.0, backoff_seconds=0.0))
     with pytest.raises(ActorCrashed) as caught:
         async with troupe.system:
             for pause in (6.0, 6.0, 6.0, 3.9):  # at 0, 6, 12 and 18; each time two within ten seconds
@@ -418,7 +418,7 @@ async def test_one_crash_too_many_in_the_window_ends_the_system() -> None:
 
 @on_each_loop
 async def test_a_constructor_that_raises_at_a_restart_is_tried_again() -> None:
-    troupe = Troupe(a=AGAIN, b=Fate(restarts_max=3, backoff_seconds=0.1))
+    troupe = Troupe(a=AGAIN, b=RestartPolicy(restarts_max=3, backoff_seconds=0.1))
     async with troupe.system:
         await troupe.pass_time(0)
         troupe.hooks["b built"] = crash
@@ -435,7 +435,7 @@ async def test_a_constructor_that_raises_at_a_restart_is_tried_again() -> None:
 @on_each_loop
 @pytest.mark.parametrize("built", [None, Actor])
 async def test_a_build_that_makes_no_actor_is_a_crash_on_construction(built: object) -> None:
-    system = System([Part(Role[Note]("a", Note, capacity=1), lambda _: built)])  # type: ignore[arg-type, return-value]
+    system = System([ActorSpec(Role[Note]("a", Note, capacity=1), lambda _: built)])  # type: ignore[arg-type, return-value]
     with pytest.raises(ActorCrashed, match="'a' must return an actor, not ") as caught:
         await system.start()
     assert caught.value.message_type == "construction"
@@ -452,7 +452,7 @@ async def test_a_system_is_stopped_in_its_own_loop() -> None:
 
 @on_each_loop
 async def test_a_constructor_that_goes_on_raising_ends_the_system() -> None:
-    troupe = Troupe(a=AGAIN, b=Fate(restarts_max=3, backoff_seconds=0.0))
+    troupe = Troupe(a=AGAIN, b=RestartPolicy(restarts_max=3, backoff_seconds=0.0))
     with pytest.raises(ActorCrashed) as caught:
         async with troupe.system:
             await troupe.pass_time(0)
@@ -489,7 +489,11 @@ async def test_a_hook_that_raises_is_a_crash_like_any(hook: str) -> None:
 
 @on_each_loop
 async def test_two_that_crash_at_once_restart_each_at_its_time() -> None:
-    troupe = Troupe(a=Fate(restarts_max=1, backoff_seconds=0.3), b=AGAIN, c=Fate(restarts_max=1, backoff_seconds=0.1))
+    troupe = Troupe(
+        a=RestartPolicy(restarts_max=1, backoff_seconds=0.3),
+        b=AGAIN,
+        c=RestartPolicy(restarts_max=1, backoff_seconds=0.1),
+    )
     async with troupe.system:
         await troupe.pass_time(0)
         troupe.news()
@@ -503,7 +507,7 @@ async def test_two_that_crash_at_once_restart_each_at_its_time() -> None:
 
 @on_each_loop
 async def test_a_group_takes_along_one_that_waits_for_its_own_restart() -> None:
-    troupe = Troupe(a=REST, b=Fate(restarts_max=3, backoff_seconds=0.02), c=AGAIN)
+    troupe = Troupe(a=REST, b=RestartPolicy(restarts_max=3, backoff_seconds=0.02), c=AGAIN)
     async with troupe.system:
         await troupe.pass_time(0)
         troupe.news()
@@ -521,8 +525,8 @@ async def test_a_group_takes_along_one_that_waits_for_its_own_restart() -> None:
 @pytest.mark.parametrize("first", ["a", "c"])
 @on_each_loop
 async def test_the_crash_of_one_that_restarts_anyway_changes_nothing(first: str) -> None:
-    """Of two that crash in one turn of the loop, with each other in their fates."""
-    limit = Fate(restarts_max=1, strategy=Strategy.ONE_FOR_ALL)
+    """Of two that crash in one turn of the loop, that restart each other."""
+    limit = RestartPolicy(restarts_max=1, strategy=Strategy.ONE_FOR_ALL)
     troupe = Troupe(**dict.fromkeys("abc" if first == "a" else "cba", limit))
     async with troupe.system:
         await troupe.pass_time(0)
@@ -538,7 +542,7 @@ async def test_the_crash_of_one_that_restarts_anyway_changes_nothing(first: str)
 
 @on_each_loop
 async def test_one_that_breaks_while_it_leaves_comes_back_with_the_others() -> None:
-    troupe = Troupe(a=ALL, b=Fate(), c=Fate())
+    troupe = Troupe(a=ALL, b=RestartPolicy(), c=RestartPolicy())
     troupe.hooks["c stopped"] = crash
     async with troupe.system:
         await troupe.pass_time(0)
@@ -566,7 +570,7 @@ async def test_a_group_whose_first_constructor_raises_waits_for_it() -> None:
 
 @on_each_loop
 async def test_the_others_of_a_group_do_not_wait_for_a_constructor_that_fails_alone() -> None:
-    troupe = Troupe(a=ALL, b=Fate(restarts_max=1, backoff_seconds=1.0), c=AGAIN)
+    troupe = Troupe(a=ALL, b=RestartPolicy(restarts_max=1, backoff_seconds=1.0), c=AGAIN)
     async with troupe.system:
         await troupe.pass_time(0)
         troupe.hooks["b built"] = crash
@@ -581,7 +585,7 @@ async def test_the_others_of_a_group_do_not_wait_for_a_constructor_that_fails_al
 @on_each_loop
 async def test_a_restart_that_is_under_way_is_overtaken_by_one_of_more() -> None:
     """While a new life is still being made ready elsewhere, its sink crashes: it must leave again, and come back."""
-    troupe = Troupe(sink=REST, far=Fate())
+    troupe = Troupe(sink=REST, far=RestartPolicy())
     builds: list[threading.Event] = []
     may_be_built = threading.Semaphore(1)
     leaves, may_leave = threading.Event(), threading.Event()
@@ -601,7 +605,7 @@ async def test_a_restart_that_is_under_way_is_overtaken_by_one_of_more() -> None
         return Far()
 
     playing = Role("far", Note | Urgent, 10)
-    cast = [troupe.part("sink", REST), Part(playing, build, AGAIN, OnThread())]
+    cast = [troupe.part("sink", REST), ActorSpec(playing, build, AGAIN, OnThread())]
     clock, events = ManualClock(), troupe.events
     system = System(cast, clock=clock, chance=Steady(0.0), tap=events.append)
 
@@ -733,21 +737,21 @@ async def test_one_that_is_dismissed_as_soon_as_it_has_left_for_a_restart_is_gon
     assert not troupe.failures
 
 
-@pytest.mark.parametrize("fate", [AGAIN, Fate()])
+@pytest.mark.parametrize("restart_policy", [AGAIN, RestartPolicy()])
 @on_each_loop
-async def test_a_crash_over_the_last_messages_of_one_that_is_dismissed(fate: Fate) -> None:
-    """It does not come back; and where its fate is the end of the system, that it is."""
+async def test_a_crash_over_the_last_messages_of_one_that_is_dismissed(restart_policy: RestartPolicy) -> None:
+    """It does not come back; and where its restart policy ends the system, that it is."""
     troupe = Troupe(a=AGAIN)
     system = troupe.system
     await system.start()
-    system.spawn(troupe.part("b", fate))
+    system.spawn(troupe.part("b", restart_policy))
     await troupe.pass_time(0)
     troupe.tell("b", *[Note(0)] * 100, BREAK, Note(1))
     system.dismiss(player("b"))
     await troupe.pass_time(100)
     assert troupe.lives["b"] == 1
-    assert bool(troupe.failures) == (fate is not AGAIN)
-    if fate is AGAIN:
+    assert bool(troupe.failures) == (restart_policy is not AGAIN)
+    if restart_policy is AGAIN:
         assert list(system.statistics()) == ["a"]
     await system.stop()
 
@@ -787,7 +791,7 @@ async def test_the_opener_may_be_cancelled_at_any_moment_of_a_restart(phase: str
 
 @on_each_loop
 async def test_the_body_is_cancelled_and_hears_why() -> None:
-    troupe = Troupe(a=Fate(), b=Fate())
+    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     bodies: list[str] = []
     with pytest.raises(ActorCrashed) as caught:
         async with troupe.system as system:
@@ -812,7 +816,7 @@ async def test_the_body_is_cancelled_and_hears_why() -> None:
 
 @on_each_loop
 async def test_a_crash_while_it_opens_reaches_the_body_too() -> None:
-    troupe = Troupe(a=Fate(), b=Fate())
+    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     troupe.hooks["a started"] = crash
     with pytest.raises(ActorCrashed):
         async with troupe.system:
@@ -824,7 +828,7 @@ async def test_a_crash_while_it_opens_reaches_the_body_too() -> None:
 
 @on_each_loop
 async def test_a_body_that_has_ended_hears_of_a_crash_over_the_last_messages() -> None:
-    troupe = Troupe(a=Fate())
+    troupe = Troupe(a=RestartPolicy())
     ended = False
     with pytest.raises(ActorCrashed) as caught:
         async with troupe.system:
@@ -837,7 +841,7 @@ async def test_a_body_that_has_ended_hears_of_a_crash_over_the_last_messages() -
 
 @on_each_loop
 async def test_an_error_of_the_bodys_own_is_not_hidden() -> None:
-    troupe = Troupe(a=Fate())
+    troupe = Troupe(a=RestartPolicy())
     with pytest.raises(ZeroDivisionError):
         async with troupe.system as system:
             troupe.tell("a", BREAK)
@@ -852,7 +856,7 @@ async def test_an_error_of_the_bodys_own_is_not_hidden() -> None:
 
 @on_each_loop
 async def test_a_body_that_does_not_let_itself_be_cancelled_hears_of_it_at_its_end() -> None:
-    troupe = Troupe(a=Fate())
+    troupe = Troupe(a=RestartPolicy())
     with pytest.raises(ActorCrashed):
         async with troupe.system:
             troupe.tell("a", BREAK)
@@ -866,7 +870,7 @@ async def test_a_body_that_does_not_let_itself_be_cancelled_hears_of_it_at_its_e
 @on_each_loop
 async def test_somebody_else_cancels_the_body_as_well(turns: int) -> None:
     """Before, with or after the crash: whoever cancels a task finds it cancelled."""
-    troupe = Troupe(a=Fate())
+    troupe = Troupe(a=RestartPolicy())
 
     async def use() -> None:
         async with troupe.system:
@@ -886,7 +890,7 @@ async def test_somebody_else_cancels_the_body_as_well(turns: int) -> None:
 
 @on_each_loop
 async def test_a_cancelled_body_stays_cancelled_when_its_actors_crash_at_the_end() -> None:
-    troupe = Troupe(a=Fate())
+    troupe = Troupe(a=RestartPolicy())
     troupe.hooks["a stopped"] = crash
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
@@ -903,7 +907,7 @@ def _plain() -> object:
 @pytest.mark.parametrize("around", [_plain, asyncio.TaskGroup, anyio.CancelScope, anyio.create_task_group])
 @on_each_loop
 async def test_a_crash_is_heard_through_whatever_the_body_waits_in(around: Callable[[], object]) -> None:
-    troupe = Troupe(a=Fate())
+    troupe = Troupe(a=RestartPolicy())
     with pytest.raises(ActorCrashed):
         async with troupe.system:
             troupe.tell("a", BREAK)
@@ -920,7 +924,7 @@ async def test_a_crash_is_heard_through_whatever_the_body_waits_in(around: Calla
 
 @on_each_loop
 async def test_of_two_systems_each_tells_of_its_own_crash() -> None:
-    outer, inner = Troupe(a=Fate()), Troupe(b=Fate())
+    outer, inner = Troupe(a=RestartPolicy()), Troupe(b=RestartPolicy())
     with pytest.raises(ActorCrashed) as caught:
         async with outer.system, inner.system:
             outer.tell("a", BREAK)
@@ -928,7 +932,7 @@ async def test_of_two_systems_each_tells_of_its_own_crash() -> None:
     assert caught.value is outer.system.failure
     assert inner.system.failure is None
     assert inner.news()[-1] == "b.1 stopped"
-    outer, inner = Troupe(a=Fate()), Troupe(b=Fate())
+    outer, inner = Troupe(a=RestartPolicy()), Troupe(b=RestartPolicy())
     with pytest.raises(ActorCrashed):
         async with outer.system:
             with pytest.raises(ActorCrashed) as caught:
@@ -943,7 +947,7 @@ async def test_of_two_systems_each_tells_of_its_own_crash() -> None:
 
 @on_each_loop
 async def test_whoever_starts_and_stops_by_hand_is_told_and_not_cancelled() -> None:
-    troupe = Troupe(a=Fate(), b=Fate())
+    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     system = troupe.system
     await system.start()
     troupe.tell("a", BREAK)
@@ -1056,7 +1060,7 @@ async def test_one_that_will_not_come_back_is_gone_to_its_watchers() -> None:
 
 @on_each_loop
 async def test_a_sink_hears_of_its_sources_end_and_who_watches_late_hears_at_once() -> None:
-    troupe = Troupe(a=Fate(), b=Fate(), c=Fate())
+    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy(), c=RestartPolicy())
     troupe.hooks["b stopped"] = lambda context: context.find(player("a")).tell(watching("c"))
     async with troupe.system:
         troupe.tell("a", watching("b"))
@@ -1112,7 +1116,7 @@ async def test_a_system_forgets_watchers_that_are_gone() -> None:
 
 @on_each_loop
 async def test_who_may_watch_whom() -> None:
-    troupe = Troupe(a=Fate())
+    troupe = Troupe(a=RestartPolicy())
     errors: list[BaseException] = []
 
     class Deaf(Actor[Do]):
@@ -1132,7 +1136,7 @@ async def test_who_may_watch_whom() -> None:
 
     deaf = Role("deaf", Do, 10)
     async with troupe.system as system:
-        system.spawn(Part(deaf, Deaf)).tell(attempt("a"))
+        system.spawn(ActorSpec(deaf, Deaf)).tell(attempt("a"))
         troupe.tell("a", attempt("nobody"))
         await settle()
     assert [type(error) for error in errors] == [NotAccepted, KeyError]

@@ -30,7 +30,7 @@ from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.native.runner import NativeRunner
 from cuelight.config import EngineConfig, EngineOptions
 from cuelight.ensemble import Ensemble, lasting_memory
-from cuelight.messages.request import BlockCopies, Copying, HostTier
+from cuelight.messages.request import BlockCopies, CopyKind, HostTier
 from cuelight.testing import crash
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no such memory")
@@ -194,7 +194,7 @@ def load(folder: Path, memory: LastingMemory, **others: object) -> NativeRunner:
     return runner
 
 
-def copied(runner: NativeRunner, copying: Copying, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
+def copied(runner: NativeRunner, copying: CopyKind, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
     runner.copy(BlockCopies(copying, sources, targets))
 
 
@@ -204,19 +204,19 @@ def test_blocks_that_one_executor_saves_the_next_one_loads(folder: Path, memory:
     before, chance = first._pools._device, np.random.default_rng(1)
     before.numbers[:] = chance.integers(-100, 100, before.numbers.shape)
     before.scales[:] = chance.random(before.scales.shape)
-    copied(first, Copying.SAVE, (3, 8, 5), (4, 0, 2))
+    copied(first, CopyKind.SAVE, (3, 8, 5), (4, 0, 2))
     second = load(folder, memory, **KINDS[kind])
     after = second._pools._device
     assert second.host == first.host != HostTier()
     assert not after.numbers.any()
-    copied(second, Copying.LOAD, (0, 2, 4), (6, 7, 1))
+    copied(second, CopyKind.LOAD, (0, 2, 4), (6, 7, 1))
     for source, target in ((8, 6), (5, 7), (3, 1)):
         np.testing.assert_array_equal(after.numbers[target], before.numbers[source])
         if before.scales.size:
             np.testing.assert_array_equal(after.scales[target], before.scales[source])
     with pytest.raises(RuntimeError, match="another executor"):
-        copied(first, Copying.SAVE, (1,), (0,))
-    copied(first, Copying.FORK, (1,), (2,))
+        copied(first, CopyKind.SAVE, (1,), (0,))
+    copied(first, CopyKind.FORK, (1,), (2,))
 
 
 def pool(seed: int) -> KVPool:

@@ -590,7 +590,7 @@ from pathlib import Path
 from cuelight import ensemble
 from cuelight.actors.executor import loading
 from cuelight.actors.executor.options import LoadOptions
-from cuelight.messages.executor import Chunk, ExecuteStep, Row
+from cuelight.messages.executor import RowChunk, ExecuteStep, Row
 from cuelight.messages.request import RequestId, Sampling
 
 folder, code = map(Path, sys.argv[1:])
@@ -603,7 +603,7 @@ for step in range(3):
     row = Row(RequestId(1), (5, 6, 7), 3, 0, (1, 2), sampling)
     done = runner.run(runner.prepare(ExecuteStep(
         epoch=0, step=step, life=0, ended=(), rows=() if step else (row,), extensions=(),
-        chunks=(Chunk(RequestId(1), 1 if step else 3),), reply_to=None)))
+        chunks=(RowChunk(RequestId(1), 1 if step else 3),), reply_to=None)))
     assert len(done.token_ids) == 1
 heavy = {"torch", "transformers", "tokenizers", "safetensors", "accelerate"} & set(sys.modules)
 assert not heavy, heavy

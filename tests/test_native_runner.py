@@ -18,8 +18,8 @@ from cuelight.actors.executor.native import loading
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.native.runner import NOT_FINITE, NativeRunner
 from cuelight.actors.executor.runner import ModelRunner
-from cuelight.messages.executor import Chunk, ExecuteStep, Row
-from cuelight.messages.request import BlockCopies, Copying, RequestId, Sampling
+from cuelight.messages.executor import ExecuteStep, Row, RowChunk
+from cuelight.messages.request import BlockCopies, CopyKind, RequestId, Sampling
 from cuelight.messages.scheduler import StepDone
 from cuelight.model_cache import cache_directory
 
@@ -107,8 +107,8 @@ class Stepper:
     ) -> ExecuteStep:
         """Rows enter with all their tokens as one chunk; the others decode."""
         wish = sampling.get("sampling", Sampling())
-        chunks = [Chunk(RequestId(index), 1) for index in go_on]
-        chunks += [Chunk(RequestId(index), len(tokens)) for index, tokens in enter.items()]
+        chunks = [RowChunk(RequestId(index), 1) for index in go_on]
+        chunks += [RowChunk(RequestId(index), len(tokens)) for index, tokens in enter.items()]
         rows = [
             Row(RequestId(index), tuple(tokens), len(tokens), 0, (2 * index + 1, 2 * index + 2), wish)
             for index, tokens in enter.items()
@@ -281,16 +281,16 @@ def test_infinite_logits_fail_their_row_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("copying", "sources", "targets"),
     [
-        (Copying.FORK, (1,), (128,)),
-        (Copying.FORK, (0,), (1,)),
-        (Copying.SAVE, (1,), (2,)),
-        (Copying.SAVE, (-1,), (0,)),
-        (Copying.LOAD, (0,), (0,)),
-        (Copying.LOAD, (2,), (1,)),
+        (CopyKind.FORK, (1,), (128,)),
+        (CopyKind.FORK, (0,), (1,)),
+        (CopyKind.SAVE, (1,), (2,)),
+        (CopyKind.SAVE, (-1,), (0,)),
+        (CopyKind.LOAD, (0,), (0,)),
+        (CopyKind.LOAD, (2,), (1,)),
     ],
 )
 def test_blocks_that_are_not_there_are_not_copied(
-    copying: Copying, sources: tuple[int, ...], targets: tuple[int, ...], tmp_path: Path
+    copying: CopyKind, sources: tuple[int, ...], targets: tuple[int, ...], tmp_path: Path
 ) -> None:
     save(NATIVE["llama"](), tmp_path)
     runner = load(tmp_path, host_block_count=2)

@@ -25,7 +25,7 @@ from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.native.runner import NativeRunner
 from cuelight.actors.executor.runner import ModelRunner
 from cuelight.client import Result, Stream
-from cuelight.messages.request import BlockCopies, Copying, FinishReason, RequestId, Sampling
+from cuelight.messages.request import BlockCopies, CopyKind, FinishReason, RequestId, Sampling
 from cuelight.model_cache import cache_directory
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
@@ -244,7 +244,7 @@ async def test_blocks_that_leave_for_host_memory_and_come_back_change_nothing(
     model_folder: Path, decoder: str, reference: Reference, passages: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool holds less than half of what is asked at once: requests lose their blocks all the time."""
-    moved = dict.fromkeys(Copying, 0)
+    moved = dict.fromkeys(CopyKind, 0)
     kind = {"transformers": ModelRunner, "native": NativeRunner}[decoder]
     copy = kind.copy
 
@@ -274,8 +274,8 @@ async def test_blocks_that_leave_for_host_memory_and_come_back_change_nothing(
         await at_rest(engine)
     # What the pool has long given away is found: it has room for 14 blocks, and those of the prompts alone are 29.
     assert sum(result.usage.cached_tokens > 0 for result in again) > 7
-    assert moved[Copying.SAVE] > 20
-    assert moved[Copying.LOAD] > 20
+    assert moved[CopyKind.SAVE] > 20
+    assert moved[CopyKind.LOAD] > 20
     for prompt, limit, result, repeated in zip(prompts, limits, results, again, strict=True):
         assert len(result.token_ids) == limit
         assert repeated.token_ids == result.token_ids[:4]

@@ -74,8 +74,8 @@ def nothing_old_is_collected() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits before the next life."""
-    fate = replace(cuelight.ensemble.EXECUTOR_FATE, backoff_seconds=0.0, backoff_max_seconds=0.0)
-    monkeypatch.setattr(cuelight.ensemble, "EXECUTOR_FATE", fate)
+    restart_policy = replace(cuelight.ensemble.EXECUTOR_RESTART_POLICY, backoff_seconds=0.0, backoff_max_seconds=0.0)
+    monkeypatch.setattr(cuelight.ensemble, "EXECUTOR_RESTART_POLICY", restart_policy)
 
 
 @pytest.fixture(autouse=True)

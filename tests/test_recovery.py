@@ -18,7 +18,7 @@ from cuelight.config import EngineConfig, ModelFacts
 from cuelight.ensemble import Ensemble
 from cuelight.kernel import ActorCrashed
 from cuelight.messages.detokenizer import Histories
-from cuelight.messages.intake import AllSent, Cancel, SetTenants, Submit
+from cuelight.messages.intake import Cancel, ResendComplete, SetTenants, Submit
 from cuelight.messages.request import FinishReason, Prompt, RequestId, Sampling
 from cuelight.messages.scheduler import SetPolicy, StepDone
 from cuelight.open_requests import Suspicion
@@ -187,7 +187,7 @@ async def test_a_new_intake_is_told_everything_again() -> None:
         told: list[object] = []
         engine._open.repeat(_Listener(told.append))
         gate.allow()
-        assert [type(each) for each in told] == [SetTenants, SetPolicy, Submit, Submit, Cancel, Submit, AllSent]
+        assert [type(each) for each in told] == [SetTenants, SetPolicy, Submit, Submit, Cancel, Submit, ResendComplete]
         submits = [each for each in told if isinstance(each, Submit)]
         assert [each.request_id for each in submits] == [s.request_id for s in (first, second, third)]
         assert [each.is_accepted for each in submits] == [True, True, False]

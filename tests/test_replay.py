@@ -25,16 +25,16 @@ from cuelight.kernel import (
     OWN,
     Actor,
     ActorCrashed,
+    ActorSpec,
     Address,
     Context,
     Delivered,
     Ended,
-    Fate,
     JournalError,
     NotAccepted,
     OnThread,
-    Part,
     Ref,
+    RestartPolicy,
     Role,
     Started,
     System,
@@ -174,8 +174,8 @@ class Client:
         self.done.put_nowait(message)
 
 
-FATE = Fate(restarts_max=5, backoff_seconds=0.0)
-PARTS = (Part(SINK, Sink, FATE), Part(DICE, Dice, FATE))
+RESTART_POLICY = RestartPolicy(restarts_max=5, backoff_seconds=0.0)
+PARTS = (ActorSpec(SINK, Sink, RESTART_POLICY), ActorSpec(DICE, Dice, RESTART_POLICY))
 
 
 async def play(path: Path, script: Sequence[int | None]) -> None:
@@ -197,7 +197,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def again(path: Path, dice: type[Dice] = Dice) -> Replay:
-    return replay(read_journal(path), Part(DICE, dice, FATE), [DiceInbox])
+    return replay(read_journal(path), ActorSpec(DICE, dice, RESTART_POLICY), [DiceInbox])
 
 
 def inbox(path: Path, actor: str) -> list[Recorded]:
@@ -439,7 +439,7 @@ async def test_a_crash_while_stopping_happens_again(tmp_path: Path, error: type[
     with Journal(path) as journal:
         async with asyncio.timeout(NET_SECONDS):
             with pytest.raises(ActorCrashed):
-                async with System((PARTS[0], Part(DICE, Last)), tap=journal) as system:
+                async with System((PARTS[0], ActorSpec(DICE, Last)), tap=journal) as system:
                     system.find(DICE).tell(Roll(1, Client()))
     assert len(inbox(path, "sink")) >= 1
     outcome = again(path, Last)
@@ -565,7 +565,7 @@ class Parent(Echo):
             self.child = None
         elif isinstance(message, Roll):
             if self.child is None:
-                self.child = self.context.spawn(Part(CHILD, Child))
+                self.child = self.context.spawn(ActorSpec(CHILD, Child))
             try:
                 self.child.tell(Hurry(message.number))  # type: ignore[arg-type]
             except NotAccepted:
@@ -584,7 +584,7 @@ CHILD = Role("child", Told, capacity=10)
 
 async def test_spawning_and_dismissing_are_replayed_too(tmp_path: Path) -> None:
     path, client = tmp_path / "parent.journal", Client()
-    parts = (PARTS[0], Part(DICE, mute(Parent)))
+    parts = (PARTS[0], ActorSpec(DICE, mute(Parent)))
     with Journal(path) as journal:
         async with asyncio.timeout(NET_SECONDS), System(parts, tap=journal) as system:
             for number in range(3):
@@ -598,12 +598,12 @@ async def test_spawning_and_dismissing_are_replayed_too(tmp_path: Path) -> None:
 
 def test_an_actor_outside_the_loop_is_not_replayed(recording: Path) -> None:
     with pytest.raises(JournalError, match="outside the loop"):
-        replay(read_journal(recording), Part(DICE, Dice, placement=OnThread()))
+        replay(read_journal(recording), ActorSpec(DICE, Dice, placement=OnThread()))
 
 
 def test_a_journal_without_this_actor(recording: Path) -> None:
     with pytest.raises(JournalError, match="knows no actor 'cat'"):
-        replay(read_journal(recording), Part(Role("cat", Roll, capacity=1), Dice))
+        replay(read_journal(recording), ActorSpec(Role("cat", Roll, capacity=1), Dice))
 
 
 def test_a_journal_that_was_cut_replays_as_far_as_it_goes(recording: Path, tmp_path: Path) -> None:
@@ -732,7 +732,7 @@ def test_a_scheduler_that_plans_otherwise_differs_at_the_message_it_planned_at(
 async def test_an_engine_that_breaks_leaves_a_journal_behind(
     tmp_path: Path, is_crash: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cuelight.ensemble.FATE", Fate())
+    monkeypatch.setattr("cuelight.ensemble.RESTART_POLICY", RestartPolicy())
     path = tmp_path / "engine.journal"
     engine = stub_engine(journal=str(path))
     async with asyncio.timeout(NET_SECONDS):

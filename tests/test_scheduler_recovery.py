@@ -17,20 +17,20 @@ from cuelight.actors.scheduler.patience import FIRST_STEP_SECONDS, REPORT_SECOND
 from cuelight.kernel import Terminated
 from cuelight.messages import detokenizer
 from cuelight.messages.cache import Reset
-from cuelight.messages.intake import SchedulerStarted, Serving
+from cuelight.messages.intake import CapacityChanged, SchedulerStarted
 from cuelight.messages.observer import GaveUp, LoadFailed, Recovered, Recovering
 from cuelight.messages.request import FinishReason, RequestId, Sampling, Service, Usage
 from cuelight.messages.scheduler import (
     Abort,
     Admit,
     Closed,
-    Condemn,
     ExecutorFailed,
     ExecutorReady,
+    FailRequest,
+    GetHistories,
     Granted,
     IntakeStarted,
-    Recall,
-    Remembered,
+    RestoreState,
     StepDone,
 )
 
@@ -94,7 +94,7 @@ def test_streams_go_on_over_an_executors_death(seed: int, steps: int) -> None:
     finish(core)
     check_outputs(core, 5)
     assert len(heard(core, Recovering)) == len(heard(core, Recovered)) == 1
-    assert [m for m in core.intake.messages if isinstance(m, Serving)] == [Serving(236)] * 2
+    assert [m for m in core.intake.messages if isinstance(m, CapacityChanged)] == [CapacityChanged(236)] * 2
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -345,7 +345,7 @@ class New:
     def remember(self, *admitted: Admit, aborted: tuple[int, ...] = (), **histories: tuple[int, ...]) -> None:
         told = tuple((RequestId(int(name[1:])), tokens) for name, tokens in histories.items())
         ids = tuple(map(RequestId, aborted))
-        self.core.scheduler.tell(Remembered(self.life, None, admitted, ids, told, has_served=True))
+        self.core.scheduler.tell(RestoreState(self.life, None, admitted, ids, told, has_served=True))
 
     def run(self) -> Core:
         finish(self.core)
@@ -379,14 +379,20 @@ def test_one_whose_last_token_was_given_already_only_lacks_its_end() -> None:
 def test_until_it_has_heard_it_plans_nothing_and_forgets_nothing() -> None:
     new = New()
     core = new.core
-    for message in (admit_message(5), admit_message(6), Abort(RequestId(5)), Condemn(RequestId(6), "crash"), Recall()):
+    for message in (
+        admit_message(5),
+        admit_message(6),
+        Abort(RequestId(5)),
+        FailRequest(RequestId(6), "crash"),
+        GetHistories(),
+    ):
         core.scheduler.tell(message)
     core.scheduler.tell(IntakeStarted())
     while core.stage.step():
         pass
     assert core.device.steps == 0
     assert SchedulerStarted(new.life) in core.intake.messages, "an intake that is new has not heard the question"
-    core.scheduler.tell(Remembered(new.life + 1, None, (admit_message(9),), (), ()))
+    core.scheduler.tell(RestoreState(new.life + 1, None, (admit_message(9),), (), ()))
     while core.stage.step():
         pass
     assert not is_live(core, 9), "that was for one before"
@@ -459,7 +465,7 @@ def test_ends_are_kept_until_they_are_confirmed() -> None:
     core.scheduler.tell(Closed((RequestId(1),), is_ended=False))
     finish(core)
     core.detokenizer.take()
-    core.scheduler.tell(Recall())
+    core.scheduler.tell(GetHistories())
     finish(core)
     (told,) = core.detokenizer.take()
     assert [ended.request_id for ended, _ in told.ended] == [2]

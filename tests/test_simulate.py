@@ -29,7 +29,7 @@ from cuelight.messages.cache import Filled, Reset
 from cuelight.messages.client import Chunk
 from cuelight.messages.detokenizer import DetokenizerMessage, Reopened
 from cuelight.messages.request import RequestId, Sampling
-from cuelight.messages.scheduler import Remembered, SetPolicy
+from cuelight.messages.scheduler import RestoreState, SetPolicy
 from cuelight.simulate import simulate
 from cuelight.trial import Tally, run_history
 from cuelight.trial_client import expected_output
@@ -184,7 +184,7 @@ def _blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def _forgets_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler is rebuilt with the wrong tokens."""
 
-    def remembered(self: Ledger, life: int, policy: SetPolicy | None, histories: object) -> Remembered:
+    def remembered(self: Ledger, life: int, policy: SetPolicy | None, histories: object) -> RestoreState:
         return original(self, life, policy, tuple((i, (*tokens[:-1], 97)) for i, tokens in histories if tokens))
 
     original = Ledger.remembered

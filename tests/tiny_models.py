@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from cuelight.actors.executor.batch import Batch
 from cuelight.actors.executor.device import Device, Pending
 from cuelight.actors.executor.options import LoadOptions
-from cuelight.messages.executor import Chunk, ExecuteStep, Extension, Row
-from cuelight.messages.request import BlockCopies, Copying, RequestId, Sampling
+from cuelight.messages.executor import ExecuteStep, Extension, Row, RowChunk
+from cuelight.messages.request import BlockCopies, CopyKind, RequestId, Sampling
 from cuelight.messages.scheduler import StepDone
 from cuelight.model_cache import cache_directory
 
@@ -166,7 +166,7 @@ class Driver:
             ended=self._ended,
             rows=tuple(rows),
             extensions=tuple(extensions),
-            chunks=tuple(Chunk(RequestId(index), count) for index, count in chunks),
+            chunks=tuple(RowChunk(RequestId(index), count) for index, count in chunks),
             reply_to=Recorder(),
         )
         self._step += 1
@@ -252,7 +252,7 @@ class Mover(Driver):
     ) -> None:
         super().__init__(runner, prompts, seed)
         self._spoil = spoil
-        self.moves = dict.fromkeys(Copying, 0)
+        self.moves = dict.fromkeys(CopyKind, 0)
         self.slots = list(range(self.runner.host.block_count))
         self.away: dict[int, list[int]] = {}
 
@@ -268,22 +268,22 @@ class Mover(Driver):
     def _save(self, index: int) -> None:
         self.chance.shuffle(self.slots)
         self.away[index] = [self.slots.pop() for _ in self.blocks[index]]
-        self._copy(Copying.SAVE, self.blocks[index], self.away[index])
+        self._copy(CopyKind.SAVE, self.blocks[index], self.away[index])
         self._leave(index)
 
     def _load(self, index: int) -> None:
         slots = self.away.pop(index)
         self.blocks[index] = [self.free.pop() for _ in slots]
-        self._copy(Copying.LOAD, slots, self.blocks[index])
+        self._copy(CopyKind.LOAD, slots, self.blocks[index])
         self.slots += slots
 
     def _fork(self, index: int) -> None:
         copies = [self.free.pop() for _ in self.blocks[index]]
-        self._copy(Copying.FORK, self.blocks[index], copies)
+        self._copy(CopyKind.FORK, self.blocks[index], copies)
         self._leave(index)
         self.blocks[index] = copies
 
-    def _copy(self, copying: Copying, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def _copy(self, copying: CopyKind, sources: Sequence[int], targets: Sequence[int]) -> None:
         if (pending := self.runner.copy(BlockCopies(copying, tuple(sources), tuple(targets)))) is not None:
             pending.wait()
         self.moves[copying] += 1

@@ -13,7 +13,7 @@ from cuelight.messages import scheduler
 from cuelight.messages.address import Address
 from cuelight.messages.cache import CacheMessage, ForgetPrefixes, Release, Reserve, Reset
 from cuelight.messages.observer import BlockFigures
-from cuelight.messages.request import Copying, RequestId
+from cuelight.messages.request import CopyKind, RequestId
 
 _log = get_logger("cuelight.cache")
 
@@ -33,7 +33,7 @@ class CacheManager(Actor[CacheMessage]):
         self._evictions_before = 0
         self._tokens_looked_up = 0
         self._tokens_found = 0
-        self._copied: Counter[Copying] = Counter()
+        self._copied: Counter[CopyKind] = Counter()
         self._told = BlockFigures()
 
     def handle(self, message: CacheMessage) -> None:
@@ -76,7 +76,7 @@ class CacheManager(Actor[CacheMessage]):
         copies = self._tables.take_copies()
         for batch in copies:
             self._copied[batch.copying] += len(batch.sources)
-            if batch.copying is Copying.SAVE:
+            if batch.copying is CopyKind.SAVE:
                 self._tables.host.doubt(batch.targets, message.round)
         message.reply_to.tell(scheduler.Granted(message.round, tuple(grants), tuple(refused), tuple(deferred), copies))
 
@@ -139,7 +139,7 @@ class CacheManager(Actor[CacheMessage]):
             tokens_found=self._tokens_found,
             host_blocks_total=host.total,
             host_blocks_used=host.used_count,
-            blocks_saved=self._copied[Copying.SAVE],
-            blocks_loaded=self._copied[Copying.LOAD],
-            blocks_forked=self._copied[Copying.FORK],
+            blocks_saved=self._copied[CopyKind.SAVE],
+            blocks_loaded=self._copied[CopyKind.LOAD],
+            blocks_forked=self._copied[CopyKind.FORK],
         )

@@ -5,7 +5,7 @@ Knows what reads and writes which block; nothing of why.
 
 from __future__ import annotations
 
-from cuelight.messages.request import BlockCopies, Copying
+from cuelight.messages.request import BlockCopies, CopyKind
 
 
 class _Batch:
@@ -13,7 +13,7 @@ class _Batch:
 
     __slots__ = ("copying", "read", "sources", "targets", "written")
 
-    def __init__(self, copying: Copying) -> None:
+    def __init__(self, copying: CopyKind) -> None:
         self.copying = copying
         self.sources: list[int] = []
         self.targets: list[int] = []
@@ -31,11 +31,11 @@ class Copies:
     def __init__(self) -> None:
         self._batches: list[_Batch] = []
 
-    def add(self, copying: Copying, source: int, target: int) -> None:
+    def add(self, copying: CopyKind, source: int, target: int) -> None:
         """`source` and `target` are blocks of the pool, or slots of host memory, as the kind of copy has it."""
         # Blocks and slots are numbered apart; below zero, slots cannot be mistaken for blocks.
-        read = ~source if copying is Copying.LOAD else source
-        written = ~target if copying is Copying.SAVE else target
+        read = ~source if copying is CopyKind.LOAD else source
+        written = ~target if copying is CopyKind.SAVE else target
         assert read != written, f"block {source} is copied to itself"
         batch = self._batch_for(copying, read, written)
         batch.sources.append(source)
@@ -43,7 +43,7 @@ class Copies:
         batch.read.add(read)
         batch.written.add(written)
 
-    def _batch_for(self, copying: Copying, read: int, written: int) -> _Batch:
+    def _batch_for(self, copying: CopyKind, read: int, written: int) -> _Batch:
         for batch in reversed(self._batches):
             if written in batch.written or written in batch.read or read in batch.written:
                 break
@@ -59,10 +59,10 @@ class Copies:
         lost: set[int] = set()  # slots whose contents nothing reads before they are saved over
         for batch in reversed(self._batches):
             pairs = list(zip(batch.sources, batch.targets, strict=True))
-            if batch.copying is Copying.SAVE:
+            if batch.copying is CopyKind.SAVE:
                 pairs = [(source, slot) for source, slot in pairs if slot not in lost]
                 lost.update(batch.targets)
-            elif batch.copying is Copying.LOAD:
+            elif batch.copying is CopyKind.LOAD:
                 lost.difference_update(batch.sources)
             if pairs:
                 sources, targets = zip(*pairs, strict=True)

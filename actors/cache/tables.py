@@ -14,7 +14,7 @@ from cuelight.actors.cache.hashing import Chain
 from cuelight.actors.cache.host import HostSlots
 from cuelight.actors.cache.pool import BlockPool
 from cuelight.messages.cache import Admission, Filled, Growth
-from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId
+from cuelight.messages.request import BlockCopies, CopyKind, HostTier, RequestId
 from cuelight.messages.scheduler import Grant
 
 REFUSED_CHAINS_MAX = 16
@@ -219,7 +219,7 @@ class Tables:
         fresh = self.pool.take(block_count - len(hits) + len(missing), self._save)
         self.host.unpin(pinned)
         for digest, block in zip(missing, fresh, strict=False):
-            self._copies.add(Copying.LOAD, pinned[digest], block)
+            self._copies.add(CopyKind.LOAD, pinned[digest], block)
             self.pool.index(block, digest)
         rest = iter(fresh)
         return [next(rest) if block is None else block for block in hits] + list(rest)
@@ -229,7 +229,7 @@ class Tables:
         if digest in self.host:
             self.host.touch(digest)
         elif (slot := self.host.keep(digest)) is not None:
-            self._copies.add(Copying.SAVE, block, slot)
+            self._copies.add(CopyKind.SAVE, block, slot)
 
     def _fork(self, source: _Table | None, chain: Chain, blocks: list[int], start: int) -> int:
         """Copy the block at `start` from the other sample's table; how many of its tokens need not be computed.
@@ -245,7 +245,7 @@ class Tables:
         if end <= start:
             return 0
         block = start // self._block_size
-        self._copies.add(Copying.FORK, source.blocks[block], blocks[block])
+        self._copies.add(CopyKind.FORK, source.blocks[block], blocks[block])
         return end - start
 
     def _leader(self, admission: Admission) -> _Table | None:

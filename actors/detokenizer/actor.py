@@ -17,20 +17,19 @@ from cuelight.kernel import Actor, Context, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.client import Chunk, End
 from cuelight.messages.detokenizer import (
-    Abandon,
     DetokenizerMessage,
+    DropStream,
+    GetStreams,
     Histories,
-    IntakeStarted,
-    Keep,
     Open,
     Reopened,
     RequestEnded,
-    TellStreams,
+    RetainStreams,
     TokensReady,
 )
 from cuelight.messages.intake import DetokenizerStarted, Finished, Opened, Streams
 from cuelight.messages.request import FinishReason, RequestId
-from cuelight.messages.scheduler import Closed, Recall, StopMatched
+from cuelight.messages.scheduler import Closed, GetHistories, IntakeStarted, StopMatched
 
 IntakeNews: TypeAlias = DetokenizerStarted | Finished
 """What intake hears of the detokenizer's own accord."""
@@ -87,7 +86,7 @@ class Detokenizer(Actor[DetokenizerMessage]):
         self,
         context: Context[DetokenizerMessage],
         decode: Decode,
-        scheduler: Address[StopMatched | Recall | Closed],
+        scheduler: Address[StopMatched | GetHistories | Closed],
         intake: Address[IntakeNews],
     ) -> None:
         self._life = context.chance.getrandbits(32)
@@ -116,16 +115,16 @@ class Detokenizer(Actor[DetokenizerMessage]):
                 self._end(message)
             case Histories():
                 self._recall(message)
-            case Abandon() | Keep() | IntakeStarted() | Reopened() | TellStreams():
+            case DropStream() | RetainStreams() | IntakeStarted() | Reopened() | GetStreams():
                 self._hear_of_streams(message)
             case _:
                 assert_never(message)
 
-    def _hear_of_streams(self, message: Abandon | Keep | IntakeStarted | Reopened | TellStreams) -> None:
+    def _hear_of_streams(self, message: DropStream | RetainStreams | IntakeStarted | Reopened | GetStreams) -> None:
         match message:
-            case Abandon(request_id):
+            case DropStream(request_id):
                 self._streams.pop(request_id, None)
-            case Keep(request_ids):
+            case RetainStreams(request_ids):
                 kept = frozenset(request_ids)
                 self._streams = {request_id: each for request_id, each in self._streams.items() if request_id in kept}
             case IntakeStarted():
@@ -134,8 +133,8 @@ class Detokenizer(Actor[DetokenizerMessage]):
             case Reopened(life):
                 if life == self._life and not self._has_all_streams:
                     self._has_all_streams = True
-                    self._scheduler.tell(Recall())
-            case TellStreams(reply_to):
+                    self._scheduler.tell(GetHistories())
+            case GetStreams(reply_to):
                 if self._has_all_streams:  # else it is asked again
                     streams = self._streams.items()
                     reply_to.tell(Streams(tuple([(request_id, tuple(each.token_ids)) for request_id, each in streams])))

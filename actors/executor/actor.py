@@ -14,7 +14,7 @@ from cuelight.actors.executor.device import Device, DeviceLost, Pending
 from cuelight.actors.executor.phases import Phases
 from cuelight.kernel import Actor, Context, Worker, get_logger
 from cuelight.messages.address import Address
-from cuelight.messages.executor import ExecuteStep, ExecutorMessage, Report
+from cuelight.messages.executor import ExecuteStep, ExecutorMessage, GetExecutorState
 from cuelight.messages.request import HostTier
 from cuelight.messages.scheduler import ExecutorFailed, ExecutorLoading, ExecutorReady, StepDone, StepFailed
 
@@ -152,7 +152,7 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
             case _LoadFailed(error):
                 self._state = ExecutorFailed(error, self._name)
                 self._scheduler.tell(self._state)
-            case Report(reply_to):
+            case GetExecutorState(reply_to):
                 reply_to.tell(self._state)
             case _:
                 assert_never(message)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from cuelight.messages.executor import Chunk, ExecuteStep, Row
+from cuelight.messages.executor import ExecuteStep, Row, RowChunk
 from cuelight.messages.request import RequestId, Sampling
 
 Ints = npt.NDArray[np.int64]
@@ -150,7 +150,7 @@ class Rows:
             sampling=row.sampling,
         )
 
-    def _lay_out_tokens(self, batch: Batch, chunks: tuple[Chunk, ...]) -> int:
+    def _lay_out_tokens(self, batch: Batch, chunks: tuple[RowChunk, ...]) -> int:
         """The first chunks, as long as they are of one token; how many they are.
 
         In most steps these are all, and they are many: so numbers are put into lists, and those into arrays at once.
@@ -172,7 +172,7 @@ class Rows:
         batch.offsets[:count] = batch.positions[:count] % self._block_size
         return count
 
-    def _lay_out(self, batch: Batch, chunk: Chunk, start: int) -> None:
+    def _lay_out(self, batch: Batch, chunk: RowChunk, start: int) -> None:
         row = self._rows[chunk.request_id]
         begin, stop = row.computed, start + chunk.token_count
         known = row.known[begin : begin + chunk.token_count]
@@ -183,7 +183,7 @@ class Rows:
         batch.blocks[start:stop] = row.block_ids[positions // self._block_size]
         batch.offsets[start:stop] = positions % self._block_size
 
-    def _take(self, batch: Batch, chunk: Chunk, row: _DeviceRow, start: int) -> None:
+    def _take(self, batch: Batch, chunk: RowChunk, row: _DeviceRow, start: int) -> None:
         """The row's next tokens are the batch's, from `start` on."""
         begin, stop = row.computed, start + chunk.token_count
         end = begin + chunk.token_count

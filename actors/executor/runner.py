@@ -38,7 +38,7 @@ from cuelight.actors.executor.staging import Numbers, Staging, StagingPool
 from cuelight.actors.executor.stream import Event, Streams, ThreadStream
 from cuelight.kernel import get_logger
 from cuelight.messages.executor import ExecuteStep
-from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId
+from cuelight.messages.request import BlockCopies, CopyKind, HostTier, RequestId
 from cuelight.messages.scheduler import StepDone
 
 log = get_logger("cuelight.executor")
@@ -154,7 +154,7 @@ class ModelRunner:
 
     def copy(self, copies: BlockCopies) -> Event:
         """Copy whole blocks, before what is computed later."""
-        assert copies.copying is Copying.FORK or self._loaded.host is not None, (
+        assert copies.copying is CopyKind.FORK or self._loaded.host is not None, (
             "blocks are moved only where there is memory for them"
         )
         with _told_apart():
@@ -164,14 +164,14 @@ class ModelRunner:
     @torch.inference_mode()
     def _copy(self, copies: BlockCopies) -> None:
         pool, host = self._loaded.pool, self._loaded.host
-        if copies.copying is Copying.FORK:
+        if copies.copying is CopyKind.FORK:
             pool.fork(copies.sources, copies.targets)
             return
         assert host is not None
         match copies.copying:
-            case Copying.SAVE:
+            case CopyKind.SAVE:
                 host.save(copies.sources, copies.targets)
-            case Copying.LOAD:
+            case CopyKind.LOAD:
                 host.load(copies.sources, copies.targets)
             case _:
                 assert_never(copies.copying)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, assert_never
 
 from cuelight.messages.executor import ExecuteStep, Row
-from cuelight.messages.request import BlockCopies, Copying, HostTier, RequestId
+from cuelight.messages.request import BlockCopies, CopyKind, HostTier, RequestId
 from cuelight.messages.scheduler import StepDone
 
 _LETTERS: Final = b"etaoin shrdlu cmfwyp "
@@ -75,11 +75,11 @@ class StubDevice:
     def copy(self, copies: BlockCopies) -> None:
         """Copy what the slots of whole blocks hold."""
         match copies.copying:
-            case Copying.SAVE:
+            case CopyKind.SAVE:
                 self._copy(copies, self._slots, self._host_slots)
-            case Copying.LOAD:
+            case CopyKind.LOAD:
                 self._copy(copies, self._host_slots, self._slots)
-            case Copying.FORK:
+            case CopyKind.FORK:
                 assert not set(copies.sources) & set(copies.targets), "no block is both a source and a target"
                 self._copy(copies, self._slots, self._slots)
             case _:

@@ -20,26 +20,25 @@ from cuelight.actors.intake.refusal import Refused
 from cuelight.actors.intake.service import check_service
 from cuelight.actors.intake.validation import check_sampling
 from cuelight.kernel import Actor, Context, get_logger
-from cuelight.messages import detokenizer as to_detokenizer
 from cuelight.messages.address import Address
 from cuelight.messages.client import Accepted, ClientMessage, Rejected
-from cuelight.messages.detokenizer import Abandon, Keep, Open, Reopened, RequestEnded, TellStreams
+from cuelight.messages.detokenizer import DropStream, GetStreams, Open, Reopened, RequestEnded, RetainStreams
 from cuelight.messages.intake import (
-    AllSent,
     Cancel,
+    CapacityChanged,
     DetokenizerStarted,
     Finished,
     IntakeMessage,
     Opened,
+    ResendComplete,
     SchedulerStarted,
-    Serving,
     SetTenants,
     Streams,
     Submit,
 )
 from cuelight.messages.observer import Ready
 from cuelight.messages.request import FinishReason, Prompt, Refusal, RequestId, Usage
-from cuelight.messages.scheduler import Abort, Admit, Condemn, IntakeStarted, Remembered, SetPolicy
+from cuelight.messages.scheduler import Abort, Admit, FailRequest, IntakeStarted, RestoreState, SetPolicy
 
 INLINE_CHARS_MAX: Final = 400
 """Text up to here is tokenized in the handler: about 0.2 ms, less than a thread's round trip under load costs others.
@@ -71,8 +70,8 @@ class _EncodeFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 IntakeInbox: TypeAlias = IntakeMessage | _Encoded | _EncodeFailed
-ToScheduler: TypeAlias = Admit | Abort | Condemn | SetPolicy | IntakeStarted | Remembered
-ToDetokenizer: TypeAlias = Open | Abandon | Keep | RequestEnded | to_detokenizer.IntakeStarted | Reopened | TellStreams
+ToScheduler: TypeAlias = Admit | Abort | FailRequest | SetPolicy | IntakeStarted | RestoreState
+ToDetokenizer: TypeAlias = Open | DropStream | RetainStreams | RequestEnded | IntakeStarted | Reopened | GetStreams
 
 
 class Intake(Actor[IntakeInbox]):
@@ -117,7 +116,7 @@ class Intake(Actor[IntakeInbox]):
 
     def started(self) -> None:
         self._scheduler.tell(IntakeStarted())
-        self._detokenizer.tell(to_detokenizer.IntakeStarted())
+        self._detokenizer.tell(IntakeStarted())
 
     def handle(self, message: IntakeInbox) -> None:
         match message:
@@ -133,31 +132,31 @@ class Intake(Actor[IntakeInbox]):
                 self._opened(request_id)
             case Finished(request_ids):
                 self._finished(request_ids)
-            case Condemn():
+            case FailRequest():
                 self._condemn(message)
             case SetTenants(names):
                 self._tenants = names
             case SetPolicy():
                 self._policy = message
                 self._scheduler.tell(message)
-            case Serving():
+            case CapacityChanged():
                 self._serve(message)
-            case AllSent() | DetokenizerStarted() | SchedulerStarted() | Streams():
+            case ResendComplete() | DetokenizerStarted() | SchedulerStarted() | Streams():
                 self._hear_of_memory(message)
             case _:
                 assert_never(message)
 
-    def _hear_of_memory(self, message: AllSent | DetokenizerStarted | SchedulerStarted | Streams) -> None:
+    def _hear_of_memory(self, message: ResendComplete | DetokenizerStarted | SchedulerStarted | Streams) -> None:
         """What others have forgotten, or remember."""
         match message:
-            case AllSent():
+            case ResendComplete():
                 if self._token_capacity:  # else it was meant for an intake before
-                    self._detokenizer.tell(Keep(tuple(self._ledger)))
+                    self._detokenizer.tell(RetainStreams(tuple(self._ledger)))
             case DetokenizerStarted(life):
                 self._open_again(life)
             case SchedulerStarted(life):
                 self._new_scheduler = life
-                self._detokenizer.tell(TellStreams(self._self))
+                self._detokenizer.tell(GetStreams(self._self))
             case Streams(histories):
                 if self._new_scheduler is not None:
                     self._tell_scheduler(self._new_scheduler, histories)
@@ -165,7 +164,7 @@ class Intake(Actor[IntakeInbox]):
             case _:
                 assert_never(message)
 
-    def _serve(self, serving: Serving) -> None:
+    def _serve(self, serving: CapacityChanged) -> None:
         if serving.context_length is not None:
             self._limits = replace(self._limits, context_length=serving.context_length)
         is_first, self._token_capacity = not self._token_capacity, serving.token_capacity
@@ -243,7 +242,7 @@ class Intake(Actor[IntakeInbox]):
         live = self._ledger.get(request_id)
         if live is None:
             # It was opened again for a new detokenizer just as it ended, or by an intake that is no more.
-            self._detokenizer.tell(Abandon(request_id))
+            self._detokenizer.tell(DropStream(request_id))
             return
         if live.stage is not Stage.OPENING:
             return
@@ -285,7 +284,7 @@ class Intake(Actor[IntakeInbox]):
             if live.stage is Stage.CLOSING:
                 self._detokenizer.tell(live.ending(request_id))
         if self._new_scheduler is not None:
-            self._detokenizer.tell(TellStreams(self._self))
+            self._detokenizer.tell(GetStreams(self._self))
 
     def _finished(self, request_ids: tuple[RequestId, ...]) -> None:
         for request_id in request_ids:
@@ -309,7 +308,7 @@ class Intake(Actor[IntakeInbox]):
             if live.stage is Stage.ADMITTED:
                 self._scheduler.tell(Abort(request_id))
 
-    def _condemn(self, condemn: Condemn) -> None:
+    def _condemn(self, condemn: FailRequest) -> None:
         live = self._ledger.get(condemn.request_id)
         if live is not None:
             live.is_unwanted, live.error = True, condemn.error

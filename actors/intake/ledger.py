@@ -9,7 +9,7 @@ from cuelight.messages.address import Address
 from cuelight.messages.client import ClientMessage
 from cuelight.messages.detokenizer import Open, RequestEnded
 from cuelight.messages.request import FinishReason, RequestId, Sampling, Service, Usage
-from cuelight.messages.scheduler import Admit, Remembered, SetPolicy
+from cuelight.messages.scheduler import Admit, RestoreState, SetPolicy
 
 
 class Stage(Enum):
@@ -63,10 +63,10 @@ class Ledger(dict[RequestId, Live]):
         histories: tuple[tuple[RequestId, tuple[int, ...]], ...],
         *,
         has_served: bool,
-    ) -> Remembered:
+    ) -> RestoreState:
         """What the scheduler of this life, which is new, must know."""
         admitted = [live for live in self.values() if live.stage is Stage.ADMITTED]
-        return Remembered(
+        return RestoreState(
             life,
             policy,
             tuple([live.admit for live in admitted if live.admit is not None]),

@@ -25,17 +25,17 @@ from cuelight.messages.request import FinishReason
 from cuelight.messages.scheduler import (
     Abort,
     Admit,
-    CallOff,
+    CancelSwitch,
     Closed,
-    Condemn,
     ExecutorFailed,
     ExecutorLoading,
     ExecutorReady,
     Explain,
+    FailRequest,
+    GetHistories,
     Granted,
     IntakeStarted,
-    Recall,
-    Remembered,
+    RestoreState,
     SchedulerMessage,
     SetPolicy,
     StepDone,
@@ -53,7 +53,7 @@ class _Wake(msgspec.Struct, frozen=True, tag=True):
     what: str
 
 
-Early: TypeAlias = Admit | Abort | Condemn | SetPolicy | Closed | Recall
+Early: TypeAlias = Admit | Abort | FailRequest | SetPolicy | Closed | GetHistories
 """What a scheduler that does not yet know what there is keeps for later."""
 
 SchedulerInbox: TypeAlias = SchedulerMessage | Terminated | _Wake
@@ -110,11 +110,11 @@ class Scheduler(Actor[SchedulerInbox]):
                 self._work.step_failed(message)
             case _Wake(what):
                 self._wake(what)
-            case Admit() | Abort() | Condemn() | StopMatched() | Explain() | SetPolicy():
+            case Admit() | Abort() | FailRequest() | StopMatched() | Explain() | SetPolicy():
                 self._hear_of_requests(message)
-            case ExecutorLoading() | ExecutorReady() | ExecutorFailed() | Terminated() | Switch() | CallOff():
+            case ExecutorLoading() | ExecutorReady() | ExecutorFailed() | Terminated() | Switch() | CancelSwitch():
                 self._executors.hear(message)
-            case IntakeStarted() | Recall() | Closed() | Remembered():
+            case IntakeStarted() | GetHistories() | Closed() | RestoreState():
                 self._hear_of_memory(message)
             case _:
                 assert_never(message)
@@ -126,13 +126,13 @@ class Scheduler(Actor[SchedulerInbox]):
         if self._work.is_serving and not self._work.requests:
             self._recovery.settle(self._now())
 
-    def _hear_of_requests(self, message: Admit | Abort | Condemn | StopMatched | Explain | SetPolicy) -> None:
+    def _hear_of_requests(self, message: Admit | Abort | FailRequest | StopMatched | Explain | SetPolicy) -> None:
         match message:
             case Admit():
                 self._admit(message)
             case Abort(request_id):
                 self._work.end_if_live(request_id, FinishReason.CANCELLED)
-            case Condemn(request_id, error):
+            case FailRequest(request_id, error):
                 self._work.end_if_live(request_id, FinishReason.FAILED, error)
             case StopMatched():
                 self._work.stop_matched(message)
@@ -144,24 +144,24 @@ class Scheduler(Actor[SchedulerInbox]):
             case _:
                 assert_never(message)
 
-    def _hear_of_memory(self, message: IntakeStarted | Recall | Closed | Remembered) -> None:
+    def _hear_of_memory(self, message: IntakeStarted | GetHistories | Closed | RestoreState) -> None:
         """What others have forgotten, or remember."""
         match message:
             case IntakeStarted():
                 self._executors.serve()
                 if not self._work.is_open:
                     self._intake.tell(intake.SchedulerStarted(self._life))
-            case Recall():
+            case GetHistories():
                 live = [(each.request_id, each.output) for each in self._work.requests.values() if each.output_tokens]
                 self._detokenizer.tell(detokenizer.Histories(tuple(live), self._work.endings.all()))
             case Closed():
                 self._close(message)
-            case Remembered():
+            case RestoreState():
                 self._remember(message)
             case _:
                 assert_never(message)
 
-    def _remember(self, message: Remembered) -> None:
+    def _remember(self, message: RestoreState) -> None:
         """Begin where the scheduler before was; harmless later, and what one before was to remember is of no use."""
         if self._work.is_open or message.life != self._life:
             return

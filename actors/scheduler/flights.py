@@ -70,7 +70,7 @@ class Flights:
         """So many tokens of each of these requests are the next step."""
         rows: list[executor.Row] = []
         extensions: list[executor.Extension] = []
-        chunks: list[executor.Chunk] = []
+        chunks: list[executor.RowChunk] = []
         planned: list[Planned] = []
         for request, count in plan:
             if not request.in_batch:
@@ -80,7 +80,7 @@ class Flights:
             elif request.block_ids:
                 extensions.append(executor.Extension(request.request_id, tuple(request.block_ids)))
                 request.block_ids.clear()
-            chunks.append(executor.Chunk(request.request_id, count))
+            chunks.append(executor.RowChunk(request.request_id, count))
             request.scheduled += count
             if request.scheduled == len(request.token_ids) + request.pending:
                 request.pending += 1  # this chunk samples

@@ -15,7 +15,7 @@ from cuelight.messages import executor, intake, observer
 from cuelight.messages.address import Address
 from cuelight.messages.request import FinishReason
 from cuelight.messages.scheduler import (
-    CallOff,
+    CancelSwitch,
     ExecutorFailed,
     ExecutorLoading,
     ExecutorReady,
@@ -53,10 +53,12 @@ class Succession:
         for role in (self._neighbours.cache_role, self._neighbours.executor_role):
             if role is not None:
                 self._context.watch(role)
-        self._neighbours.executor.tell(executor.Report(self._self))
+        self._neighbours.executor.tell(executor.GetExecutorState(self._self))
         self._work.doubts[REPORT].asked(self._now())
 
-    def hear(self, message: ExecutorLoading | ExecutorReady | ExecutorFailed | Terminated | Switch | CallOff) -> None:
+    def hear(
+        self, message: ExecutorLoading | ExecutorReady | ExecutorFailed | Terminated | Switch | CancelSwitch
+    ) -> None:
         """React to what executors say, to deaths, and to the word that another one is to take over, or is not."""
         match message:
             case ExecutorLoading() | ExecutorReady() | ExecutorFailed():
@@ -69,7 +71,7 @@ class Succession:
                     confirm(message)  # it was told again just as this one had taken over
                 else:
                     self._switching.ask(message, self._self)
-            case CallOff():
+            case CancelSwitch():
                 if self._switching.concerns(message.executor):
                     self._give_up_switch("it was called off")
             case _:
@@ -108,7 +110,7 @@ class Succession:
         if self._switching.holds_newcomers and (limit := self._switching.token_limit) is not None:
             # Whoever comes now is served by the next one, unless that fails to take over.
             capacity = min(capacity, limit)
-        self._intake.tell(intake.Serving(capacity, context_length))
+        self._intake.tell(intake.CapacityChanged(capacity, context_length))
 
     def fit(self, request: Tracked) -> None:
         """One that was on its way when another model took over, or was found ready to, knows nothing of its limits."""

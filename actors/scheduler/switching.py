@@ -11,7 +11,7 @@ from cuelight.actors.scheduler.outbox import Neighbours
 from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.kernel import Context, Role, get_logger
 from cuelight.messages.address import Address
-from cuelight.messages.executor import ExecutorMessage, Report
+from cuelight.messages.executor import ExecutorMessage, GetExecutorState
 from cuelight.messages.observer import Switched, SwitchFailed
 from cuelight.messages.scheduler import ExecutorFailed, ExecutorLoading, ExecutorReady, Switch
 
@@ -45,7 +45,7 @@ class Switching(Generic[M]):
             switch.reply_to.tell(SwitchFailed(switch.executor, "there is no such executor"))
             return
         self._asked = switch
-        self._context.find(role).tell(Report(reply_to))  # it may have been ready before this life began
+        self._context.find(role).tell(GetExecutorState(reply_to))  # it may have been ready before this life began
         log.info("switch_asked", executor=switch.executor, recompute=switch.recompute)
 
     def concerns(self, executor: str) -> bool:

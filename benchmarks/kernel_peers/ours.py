@@ -28,7 +28,7 @@ from benchmarks.kernel_peers import (
     spawned,
     told,
 )
-from cuelight.kernel import Actor, Address, Context, InProcess, Part, Ref, Role, System
+from cuelight.kernel import Actor, ActorSpec, Address, Context, InProcess, Ref, Role, System
 from cuelight.kernel import ask as ask_actor
 
 
@@ -82,7 +82,7 @@ def build(context: Context[object]) -> Replier:
 async def tell(effort: Effort) -> Outcome:
     """Bursts of messages without an answer, each followed by a question after their number."""
     sent = 0
-    async with System([Part(REPLIER, build)]) as system:
+    async with System([ActorSpec(REPLIER, build)]) as system:
         ref = system.find(REPLIER)
 
         async def burst() -> None:
@@ -102,19 +102,19 @@ async def _batch(ref: Ref[Message]) -> None:
 
 async def ask(effort: Effort) -> Outcome:
     """One question, its answer, the next question."""
-    async with System([Part(REPLIER, build)]) as system:
+    async with System([ActorSpec(REPLIER, build)]) as system:
         return asked(await rate(partial(_batch, system.find(REPLIER)), effort.seconds))
 
 
 async def process(effort: Effort) -> Outcome:
     """The same, and the actor lives in a child process."""
-    async with System([Part(REPLIER, build, placement=InProcess())]) as system:
+    async with System([ActorSpec(REPLIER, build, placement=InProcess())]) as system:
         return asked(await rate(partial(_batch, system.find(REPLIER)), effort.seconds), PROCESS)
 
 
 async def crowd(effort: Effort) -> Outcome:
     """Many tasks ask one actor."""
-    async with System([Part(REPLIER, build)]) as system:
+    async with System([ActorSpec(REPLIER, build)]) as system:
         ref = system.find(REPLIER)
 
         async def asker() -> None:
@@ -124,8 +124,8 @@ async def crowd(effort: Effort) -> Outcome:
         return crowded(await rate(lambda: asyncio.gather(*(asker() for _ in range(ASKERS))), effort.seconds))
 
 
-def _part(number: int) -> Part[Message]:
-    return Part(Role[Message](f"replier-{number}", Count | Total | Echo, CAPACITY), build)
+def _part(number: int) -> ActorSpec[Message]:
+    return ActorSpec(Role[Message](f"replier-{number}", Count | Total | Echo, CAPACITY), build)
 
 
 async def _all_answer(refs: list[Ref[Message]]) -> None:

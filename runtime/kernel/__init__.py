@@ -1,6 +1,6 @@
 """Actors on asyncio: typed mailboxes, synchronous handlers, one system around a cast. Knows nothing of models."""
 
-from cuelight.kernel.actor import Actor, Context, InLoop, InProcess, OnThread, Part, Placement, Role
+from cuelight.kernel.actor import Actor, ActorSpec, Context, InLoop, InProcess, OnThread, Placement, Role
 from cuelight.kernel.clock import Clock, LoopClock, Timer
 from cuelight.kernel.errors import (
     ActorCrashed,
@@ -20,13 +20,23 @@ from cuelight.kernel.mailbox import OWN, Mailbox, MailboxStatistics
 from cuelight.kernel.records import JournalError, JournalReader, Recorded, read_journal
 from cuelight.kernel.ref import Address, Ref, ask
 from cuelight.kernel.simulation import Simulation, SimulationError, for_each_seed
-from cuelight.kernel.supervision import Fate, Strategy, Terminated
+from cuelight.kernel.supervision import RestartPolicy, Strategy, Terminated
 from cuelight.kernel.system import System
 from cuelight.kernel.worker import Worker, WorkerThread
 from cuelight.log import Logger, get_logger
 
 __all__ = ["Actor", "Address", "Context", "Ref", "System", "ask"]
-__all__ += ["Fate", "InLoop", "InProcess", "OnThread", "Part", "Placement", "Role", "Strategy", "Terminated"]
+__all__ += [
+    "RestartPolicy",
+    "InLoop",
+    "InProcess",
+    "OnThread",
+    "ActorSpec",
+    "Placement",
+    "Role",
+    "Strategy",
+    "Terminated",
+]
 __all__ += ["Clock", "LoopClock", "Mailbox", "MailboxStatistics", "OWN", "Timer", "Worker", "WorkerThread"]
 __all__ += ["ActorCrashed", "ActorStopped", "AskTimeout", "JournalError", "KernelError", "MailboxFull"]
 __all__ += ["MessageTooLarge", "NotAccepted", "NotSendable", "RemoteError", "SimulationError"]

@@ -14,7 +14,7 @@ from typing import Generic, Never, Protocol, TypeAlias, TypeVar, Union, get_args
 
 from cuelight.kernel.clock import Moment, Timer
 from cuelight.kernel.ref import Ref
-from cuelight.kernel.supervision import Fate
+from cuelight.kernel.supervision import RestartPolicy
 from cuelight.kernel.worker import Worker
 
 M = TypeVar("M")
@@ -74,7 +74,7 @@ class Context(Protocol[M_contra]):
         actor's own protocol has `Terminated`.
         """
 
-    def spawn(self, part: Part[M]) -> Ref[M]:
+    def spawn(self, part: ActorSpec[M]) -> Ref[M]:
         """Add an actor to the running system; see `System.spawn`."""
 
     def dismiss(self, role: Role[Never], *, drop: bool = False) -> None:
@@ -139,16 +139,19 @@ Placement: TypeAlias = InLoop | OnThread | InProcess
 
 
 @dataclass(frozen=True)
-class Part(Generic[M_contra]):
+class ActorSpec(Generic[M_contra]):
     """Who plays a role: `build` makes the actor, at the start and at each restart."""
 
     role: Role[M_contra]
     build: Callable[[Context[object]], Actor[M_contra]]
-    fate: Fate = field(default_factory=Fate)
+    restart_policy: RestartPolicy = field(default_factory=RestartPolicy)
     placement: Placement = field(default_factory=InLoop)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fate, Fate):
-            raise TypeError(f"the fate of {self.role.name!r} must be a Fate, not {self.fate!r}; others go by name")
+        if not isinstance(self.restart_policy, RestartPolicy):
+            raise TypeError(
+                f"the restart policy of {self.role.name!r} must be a RestartPolicy, not {self.restart_policy!r}; "
+                "the other fields are keywords"
+            )
         if not isinstance(self.placement, Placement):
             raise TypeError(f"{self.role.name!r} can live InLoop(), OnThread() or InProcess(), not {self.placement!r}")

@@ -29,7 +29,7 @@ from cuelight.kernel.events import Delivered, Event
 from cuelight.kernel.placement import Engagement
 from cuelight.kernel.ref import Ref
 from cuelight.kernel.stage import Seat
-from cuelight.kernel.supervision import Fate
+from cuelight.kernel.supervision import RestartPolicy
 from cuelight.kernel.system import System
 
 _WORDS_MAX: Final = 32_000
@@ -52,7 +52,7 @@ class _Elsewhere(System):
         self._role = role = engagement.part.role
         # A crash goes to the supervision at the other end; what is handed over comes on top of what is its own.
         here = replace(role, capacity=role.capacity + wire.WINDOW)
-        part = replace(engagement.part, role=here, fate=Fate(), placement=InLoop())
+        part = replace(engagement.part, role=here, restart_policy=RestartPolicy(), placement=InLoop())
         super().__init__([part], tap=self._count, slow_handler_seconds=engagement.slow_handler_seconds)
         packer = wire.Packer(engagement.cast, engagement.part.placement.message_bytes_max)
         self._engagement = engagement

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import anyio
 
 from cuelight.kernel import wire
-from cuelight.kernel.actor import InProcess, Part, Role
+from cuelight.kernel.actor import ActorSpec, InProcess, Role
 from cuelight.kernel.codec import AddressId, reachable
 from cuelight.kernel.errors import ActorCrashed, KernelError, NotSendable, RemoteError
 from cuelight.kernel.events import Delivered
@@ -39,7 +39,7 @@ _CHILD = "import sys; sys.path[:] = {path!r}; from cuelight.kernel.elsewhere imp
 class Engagement(NamedTuple):
     """All that the far side must know of one life."""
 
-    part: Part[object]
+    part: ActorSpec[object]
     cast: tuple[Role[object], ...]
     seed: int
     slow_handler_seconds: float

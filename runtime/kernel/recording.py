@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import msgspec
 
-from cuelight.kernel.actor import InLoop, Part
+from cuelight.kernel.actor import ActorSpec, InLoop
 from cuelight.kernel.clock import Moment
 from cuelight.kernel.codec import AddressId, Codec, Name, reachable, type_name
 from cuelight.kernel.errors import MessageTooLarge, NotAccepted
@@ -97,7 +97,7 @@ def _without_places(value: object) -> object:
 class Crossing:
     """The way to and from actors that live elsewhere: messages arrive as copies, made by the codec."""
 
-    def __init__(self, cast: Sequence[Part[object]], ids: Ids, moment: Moment) -> None:
+    def __init__(self, cast: Sequence[ActorSpec[object]], ids: Ids, moment: Moment) -> None:
         """Raises NotSendable, as `reachable`."""
         self._codec = Codec(_types(tuple([part.role.accepts for part in cast])), ids.of, self._to_address)
         self._ids = ids

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, Never, Protocol, TypeVar
 
-from cuelight.kernel.actor import Part, Role
+from cuelight.kernel.actor import ActorSpec, Role
 from cuelight.kernel.clock import Moment, Timer
 from cuelight.kernel.codec import AddressId, Name
 from cuelight.kernel.ref import Address, Ref
@@ -114,7 +114,7 @@ class Rehearsed:
 
     def watch(self, role: Role[Never]) -> None: ...
 
-    def spawn(self, part: Part[M]) -> Ref[M]:
+    def spawn(self, part: ActorSpec[M]) -> Ref[M]:
         self._on_spawn(part.role.name)
         return self._find(part.role)
 

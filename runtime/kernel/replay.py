@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Never, TypeVar, cast
 
-from cuelight.kernel.actor import Actor, InLoop, Part, Role
+from cuelight.kernel.actor import Actor, ActorSpec, InLoop, Role
 from cuelight.kernel.clock import Moment
 from cuelight.kernel.codec import AddressId, Codec, Name, reachable, type_name
 from cuelight.kernel.errors import NotAccepted, NotSendable
@@ -53,7 +53,7 @@ class Replay:
 
 
 def replay(
-    journal: JournalReader, part: Part[Never], types: Iterable[object] = (), roles: Iterable[Role[Never]] = ()
+    journal: JournalReader, part: ActorSpec[Never], types: Iterable[object] = (), roles: Iterable[Role[Never]] = ()
 ) -> Replay:
     """Let `part`'s actor live its recorded lives again.
 
@@ -67,11 +67,11 @@ def replay(
     """
     if not isinstance(part.placement, InLoop):
         raise JournalError(f"{part.role.name} lives outside the loop, where nobody records what it posts to itself")
-    return _Rehearsal(cast(Part[object], part), types, roles).run(journal)
+    return _Rehearsal(cast(ActorSpec[object], part), types, roles).run(journal)
 
 
 class _Rehearsal:
-    def __init__(self, part: Part[object], types: Iterable[object], roles: Iterable[Role[Never]]) -> None:
+    def __init__(self, part: ActorSpec[object], types: Iterable[object], roles: Iterable[Role[Never]]) -> None:
         self._part = part
         self._name = part.role.name
         self._roles: dict[str, Role[Never]] = {role.name: role for role in roles}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Never, TypeVar
 
-from cuelight.kernel.actor import Actor, InLoop, InProcess, Part
+from cuelight.kernel.actor import Actor, ActorSpec, InLoop, InProcess
 from cuelight.kernel.clock import Timer
 from cuelight.kernel.errors import ActorCrashed, KernelError
 from cuelight.kernel.events import Delivered, Event, Tap
@@ -64,7 +64,7 @@ class Simulation(Stage):
 
     def __init__(
         self,
-        cast: Sequence[Part[Never]],
+        cast: Sequence[ActorSpec[Never]],
         seed: int,
         *,
         tap: Tap | None = None,
@@ -150,7 +150,7 @@ class Simulation(Stage):
 
     # Messages on their way.
 
-    def _new_mailbox(self, part: Part[object]) -> VirtualMailbox:
+    def _new_mailbox(self, part: ActorSpec[object]) -> VirtualMailbox:
         delay, before_put = self._delay_seconds_max, self._striker.before_tell
         return VirtualMailbox(part, self.clock, self.moment, self._chance, delay, before_put)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from weakref import WeakSet
 
-from cuelight.kernel.actor import Actor, InLoop, Part, Role
+from cuelight.kernel.actor import Actor, ActorSpec, InLoop, Role
 from cuelight.kernel.clock import Clock, Moment, Timer
 from cuelight.kernel.errors import ActorCrashed, NotAccepted, RemoteError
 from cuelight.kernel.events import Ended, Event, Started, Tap
@@ -26,14 +26,14 @@ log = get_logger("cuelight.kernel")
 class Seat:
     """A part's place in the cast, over all of its actor's lives."""
 
-    def __init__(self, part: Part[object], mailbox: Mailbox) -> None:
+    def __init__(self, part: ActorSpec[object], mailbox: Mailbox) -> None:
         self.name = part.role.name
         self.part = part
         self.mailbox = mailbox
         self.ref: Ref[object] = Ref(self.name, mailbox.put, lambda: mailbox.closed)
         self.lives = 0
         self.crashes: list[float] = []
-        """When, as far back as its fate remembers."""
+        """When, as far back as its restart policy remembers."""
         self.life: Life | None = None
         self.task: asyncio.Task[None] | None = None
         self.restart: Sequence[Seat] | None = None
@@ -137,9 +137,9 @@ class Stage(ABC):
     interrupts: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit)
     """The whole program is to end. Whatever else an actor raises is its crash."""
 
-    def __init__(self, cast: Sequence[Part[typing.Never]], chance: random.Random | None, tap: Tap | None) -> None:
+    def __init__(self, cast: Sequence[ActorSpec[typing.Never]], chance: random.Random | None, tap: Tap | None) -> None:
         # Each part's types match within; together they have none in common.
-        self._cast: tuple[Part[object], ...] = typing.cast(tuple[Part[object], ...], tuple(cast))
+        self._cast: tuple[ActorSpec[object], ...] = typing.cast(tuple[ActorSpec[object], ...], tuple(cast))
         self._chance = chance or random.Random()
         self._own_tap = tap or (lambda _: None)
         self.tap = self._see if tap is not None else None
@@ -172,7 +172,7 @@ class Stage(ABC):
 
     @abstractmethod
     def _fail(self, seat: Seat, crash: ActorCrashed) -> None:
-        """A crash that nobody's fate provides for: the system ends."""
+        """End the system after a crash that no restart policy covers."""
 
     def statistics(self) -> dict[str, MailboxStatistics]:
         """Each actor's mailbox, by the role's name."""
@@ -193,14 +193,14 @@ class Stage(ABC):
         """The address of the actor of this name, if there is one."""
         return self._seats[name].ref if name in self._seats else None
 
-    def spawn(self, part: Part[M]) -> Ref[M]:
+    def spawn(self, part: ActorSpec[M]) -> Ref[M]:
         """Add an actor at the source's end of the running cast, and return its address.
 
         Raises:
             ActorCrashed: its constructor raised; nothing is added. Where it lives elsewhere, that is a crash later.
             NotSendable: it cannot live where it should.
         """
-        seat = self._add_seat(typing.cast(Part[object], part))
+        seat = self._add_seat(typing.cast(ActorSpec[object], part))
         if self._closing.is_set():
             seat.mailbox.close(drop=True)
             return seat.ref
@@ -229,7 +229,7 @@ class Stage(ABC):
             self._leave_cast(seat)
 
     def kill(self, role: Role[typing.Never], reason: str) -> None:
-        """End an actor's present life as a crash, "it was killed: `reason`"; its fate decides what follows.
+        """End an actor's present life as a crash, "it was killed: `reason`"; its restart policy decides what follows.
 
         The process that it lives in is killed at once, and any other actor ends when its handler returns. Harmless
         where no life is lived now.
@@ -245,13 +245,13 @@ class Stage(ABC):
         if seat.is_over:
             watcher.hear(Terminated(name, "", is_restarting=False))
 
-    def _add_seat(self, part: Part[object]) -> Seat:
+    def _add_seat(self, part: ActorSpec[object]) -> Seat:
         name = part.role.name
         assert name not in self._seats, f"two parts play {name!r}"
         seat = self._seats[name] = Seat(part, self._new_mailbox(part))
         return seat
 
-    def _new_mailbox(self, part: Part[object]) -> Mailbox:
+    def _new_mailbox(self, part: ActorSpec[object]) -> Mailbox:
         return Mailbox(part.role, self.clock, self.moment)
 
     def seed_of(self, seat: Seat) -> int:
@@ -306,14 +306,14 @@ class Stage(ABC):
             self._leave_cast(seat)
 
     def _judge(self, seat: Seat, crash: ActorCrashed, now: float) -> None:
-        fate, cast = seat.part.fate, list(self._seats.values())
-        delay_seconds = judge(fate, seat.crashes, now, self._chance)
+        restart_policy, cast = seat.part.restart_policy, list(self._seats.values())
+        delay_seconds = judge(restart_policy, seat.crashes, now, self._chance)
         if delay_seconds is None:
             self._fail(seat, crash)
         elif not seat.mailbox.closed and not self._closing.is_set():  # else it was about to stop
             sources = cast[cast.index(seat) :]
             groups = {Strategy.ONE_FOR_ONE: [seat], Strategy.REST_FOR_ONE: sources, Strategy.ONE_FOR_ALL: cast}
-            for each in (group := groups[fate.strategy]):
+            for each in (group := groups[restart_policy.strategy]):
                 each.restart = group
             self._begin_restart(group, delay_seconds)
 

@@ -22,7 +22,7 @@ class Strategy(StrEnum):
 
 
 @dataclass(frozen=True)
-class Fate:
+class RestartPolicy:
     """What follows when this actor crashes: by default, the end of the whole system.
 
     Up to `restarts_max` restarts within any `window_seconds`; one more crash ends the system. The first restart waits
@@ -55,14 +55,14 @@ class Terminated(msgspec.Struct, frozen=True, tag=True):
     is_restarting: bool
 
 
-def judge(fate: Fate, crashes: list[float], now: float, chance: random.Random) -> float | None:
-    """An actor of this fate has crashed: how many seconds later it restarts; None where the system must end.
+def judge(restart_policy: RestartPolicy, crashes: list[float], now: float, chance: random.Random) -> float | None:
+    """Return the seconds until an actor with this restart policy restarts after a crash; None ends the system.
 
     `crashes` remembers its earlier ones, and this one too where it restarts.
     """
-    crashes[:] = [seconds for seconds in crashes if seconds > now - fate.window_seconds]
-    if len(crashes) >= fate.restarts_max:
+    crashes[:] = [seconds for seconds in crashes if seconds > now - restart_policy.window_seconds]
+    if len(crashes) >= restart_policy.restarts_max:
         return None
-    wait: float = min(fate.backoff_seconds * 2 ** min(len(crashes), 50), fate.backoff_max_seconds)
+    wait: float = min(restart_policy.backoff_seconds * 2 ** min(len(crashes), 50), restart_policy.backoff_max_seconds)
     crashes.append(now)
     return wait * (1 - chance.random() / 2)

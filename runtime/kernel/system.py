@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import anyio
 
-from cuelight.kernel.actor import InLoop, Part
+from cuelight.kernel.actor import ActorSpec, InLoop
 from cuelight.kernel.clock import Clock, LoopClock
 from cuelight.kernel.errors import ActorCrashed
 from cuelight.kernel.events import Delivered, Tap
@@ -33,14 +33,14 @@ class System(Stage):
         clock, chance: what the actors see as time and randomness; by default the loop's clock and a fresh generator.
         tap: sees every life and every delivery. What it raises is logged, and ends the tapping.
         on_crash: told of every crash, before anything follows from it. Must not raise.
-        on_failure: told once when an actor has crashed beyond what its fate provides for; every actor is stopped then.
+        on_failure: called once when an actor has crashed beyond its restart policy; every actor is stopped then.
         on_end: called once when the actors have ended: stopped, crashed, or cancelled by a host that ends all tasks.
         slow_handler_seconds: a handler that takes longer is logged as `slow_handler`, with actor, message and time.
     """
 
     def __init__(
         self,
-        cast: Sequence[Part[Never]],
+        cast: Sequence[ActorSpec[Never]],
         *,
         clock: Clock | None = None,
         chance: random.Random | None = None,
@@ -68,8 +68,8 @@ class System(Stage):
         """Build every actor, then run them.
 
         Raises:
-            ActorCrashed: a constructor raised, or the process of an actor did not come up, unless its fate says that
-                this is a crash like any other; nothing is left running.
+            ActorCrashed: a constructor raised, or the process of an actor did not start, unless its restart policy
+                has `restarts_at_start`; nothing is left running.
         """
         assert self._host is None, "a system is started once"
         self._deadlines = Deadlines(asyncio.get_running_loop(), LoopClock())
@@ -84,9 +84,13 @@ class System(Stage):
                     try:
                         await self._enter(seat)
                     except ActorCrashed as crash:
-                        if crash.message_type or self._closing.is_set() or not seat.part.fate.restarts_at_start:
+                        if (
+                            crash.message_type
+                            or self._closing.is_set()
+                            or not seat.part.restart_policy.restarts_at_start
+                        ):
                             raise
-                        # What ended before its first word is over as soon as it is led, and its fate decides.
+                        # What ended before its first word is over as soon as it is led, and its restart policy decides.
                 started = asyncio.Event()
                 self._host = asyncio.create_task(self._run(started), name="cuelight system")
                 await started.wait()

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple, TypeVar
 
-from cuelight.kernel.actor import InLoop, Part
+from cuelight.kernel.actor import ActorSpec, InLoop
 from cuelight.kernel.clock import Moment, Timer
 from cuelight.kernel.errors import MailboxFull
 from cuelight.kernel.mailbox import OWN, Mailbox
@@ -99,7 +99,7 @@ class VirtualMailbox(Mailbox):
 
     def __init__(
         self,
-        part: Part[object],
+        part: ActorSpec[object],
         clock: VirtualClock,
         moment: Moment,
         chance: random.Random,

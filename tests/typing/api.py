@@ -14,18 +14,18 @@ from cuelight.config import EngineOptions, RequestOptions, SamplingOptions
 from cuelight.errors import DeadlineExceeded, EngineUnavailable, QueueFull, RequestFailed, RequestRejected
 from cuelight.kernel import (
     Actor,
+    ActorSpec,
     Context,
     Delivered,
     Ended,
     Event,
-    Fate,
     InLoop,
     InProcess,
     MailboxStatistics,
     OnThread,
-    Part,
     Placement,
     Ref,
+    RestartPolicy,
     Role,
     Started,
     Strategy,
@@ -166,7 +166,7 @@ class Sum(Actor[SumMessage]):
 
 
 async def kernel_api() -> None:
-    async with System((Part(SUM, Sum),)) as system:
+    async with System((ActorSpec(SUM, Sum),)) as system:
         ref = system.find(SUM)
         ref.tell(Add(1))
         ref.tell("one")  # type: ignore[arg-type]  # no message of its protocol
@@ -178,7 +178,7 @@ async def kernel_api() -> None:
         await ask(ref, partial(Total), timeout_seconds=1)
         await ask(ref, Total)  # type: ignore[call-arg]  # nobody waits for ever
         assert_type(system.statistics(), dict[str, MailboxStatistics])
-        assert_type(system.spawn(Part(SUM, Sum)), Ref[SumMessage])
+        assert_type(system.spawn(ActorSpec(SUM, Sum)), Ref[SumMessage])
         system.dismiss(SUM, drop=True)
         await system.stop(timeout_seconds=1.0)
 
@@ -193,7 +193,7 @@ def what_an_actor_is_given(context: Context[SumMessage], job: Path) -> None:
     worker: Worker[SumMessage] = context.worker("disk")
     worker.submit(job.read_text, done=lambda text: Add(len(text)), failed=lambda error: Add(0))
     worker.submit(job.read_text, done=Add, failed=lambda error: Add(0))  # type: ignore[misc]  # a text is no number
-    assert_type(context.spawn(Part(SUM, Sum)), Ref[SumMessage])
+    assert_type(context.spawn(ActorSpec(SUM, Sum)), Ref[SumMessage])
 
 
 class Adder(Actor[Add]):
@@ -201,13 +201,15 @@ class Adder(Actor[Add]):
 
 
 def a_cast(tell: Ref[Add]) -> System:
-    fate = Fate(restarts_max=3, window_seconds=60.0, strategy=Strategy.REST_FOR_ONE, backoff_seconds=0.1)
-    Fate(strategy="rest for one")  # type: ignore[arg-type]  # a Strategy
+    restart_policy = RestartPolicy(
+        restarts_max=3, window_seconds=60.0, strategy=Strategy.REST_FOR_ONE, backoff_seconds=0.1
+    )
+    RestartPolicy(strategy="rest for one")  # type: ignore[arg-type]  # a Strategy
     places: list[Placement] = [InLoop(), OnThread(), InProcess(message_bytes_max=1024)]
-    part: Part[SumMessage] = Part(SUM, Sum, fate, places[1])
-    Part(SUM, Sum, placement="thread")  # type: ignore[arg-type]  # a Placement
-    Part(SUM, lambda context: Adder())  # type: ignore[arg-type, return-value]  # takes less than its role promises
-    adder = Part(Role[Add]("adder", Add, capacity=1), Sum)  # one that takes more will do
+    part: ActorSpec[SumMessage] = ActorSpec(SUM, Sum, restart_policy, places[1])
+    ActorSpec(SUM, Sum, placement="thread")  # type: ignore[arg-type]  # a Placement
+    ActorSpec(SUM, lambda context: Adder())  # type: ignore[arg-type, return-value]  # takes less than its role promises
+    adder = ActorSpec(Role[Add]("adder", Add, capacity=1), Sum)  # one that takes more will do
 
     def tap(event: Event) -> None:
         match event:

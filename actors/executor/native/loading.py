@@ -21,7 +21,7 @@ from cuelight.actors.executor.native.weights import BadWeights, read_weights
 from cuelight.actors.executor.options import CannotLoad, LoadOptions
 from cuelight.actors.executor.phases import phases_of_start
 from cuelight.kernel import get_logger
-from cuelight.messages.request import BlockCopies, Copying, HostTier
+from cuelight.messages.request import BlockCopies, CopyKind, HostTier
 
 KINDS = {None: Kind.F32, "int8": Kind.INT8, "int4": Kind.INT4}
 CACHES = {"float32": FLOAT32, "bfloat16": BF16, "int8": INT8}
@@ -115,8 +115,8 @@ def _host(options: LoadOptions, pools: Pools, decoder: NativeDecoder, lasting: L
     stored, kept = tuple(range(1, 1 + moved)), tuple(range(moved))[::-1]
 
     def move() -> None:
-        pools.copy(BlockCopies(Copying.SAVE, stored, kept))
-        pools.copy(BlockCopies(Copying.LOAD, kept, stored))
+        pools.copy(BlockCopies(CopyKind.SAVE, stored, kept))
+        pools.copy(BlockCopies(CopyKind.LOAD, kept, stored))
 
     def measure() -> HostTier:
         recompute_seconds = _seconds(prefill, 1, options.now) / count

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cuelight.actors.executor.lasting import LastingBytes, in_use
 from cuelight.actors.executor.native.architecture import Architecture
 from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, CueKv
-from cuelight.messages.request import BlockCopies, Copying
+from cuelight.messages.request import BlockCopies, CopyKind
 
 SCALE_BYTES: Final = 4
 
@@ -129,11 +129,11 @@ class Pools:
 
     def copy(self, copies: BlockCopies) -> None:
         """Copy whole blocks."""
-        source = self._host if copies.copying is Copying.LOAD else self._device
-        target = self._host if copies.copying is Copying.SAVE else self._device
+        source = self._host if copies.copying is CopyKind.LOAD else self._device
+        target = self._host if copies.copying is CopyKind.SAVE else self._device
         self._check(source, copies.sources)
         self._check(target, copies.targets)
-        with nullcontext() if copies.copying is Copying.FORK else in_use(self._lasting):
+        with nullcontext() if copies.copying is CopyKind.FORK else in_use(self._lasting):
             target.take(copies.targets, source, copies.sources)
 
     def _check(self, memory: Memory, blocks: Sequence[int]) -> None:

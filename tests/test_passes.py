@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from cuelight.actors.executor.model import passes
 from cuelight.actors.executor.model.attention import ATTENTION_NAME, register
 from cuelight.actors.executor.model.passes import Pass, apply_passes, standard_passes
-from cuelight.actors.executor.model.passes_merge import ActorSpec, MergedLinear, merge_linears
+from cuelight.actors.executor.model.passes_merge import Part, MergedLinear, merge_linears
 from cuelight.actors.executor.model.passes_norm import FusedNorm, fuse_norms, recognize
 from cuelight.actors.executor.model.probing import Probe, difference
 from cuelight.actors.executor.model.surgery import Change, decoder_layers, small_twin
@@ -112,7 +112,7 @@ def test_a_pass_that_changes_results_is_undone_by_name(llama: PreTrainedModel) -
 
     def swap(model: PreTrainedModel, probe: Probe) -> Change | None:
         change = merge_linears(model, probe)
-        parts = [module for module in model.modules() if isinstance(module, ActorSpec)]
+        parts = [module for module in model.modules() if isinstance(module, Part)]
         parts[1].index, parts[2].index = 2, 1  # keys for values
         return change
 
@@ -137,7 +137,7 @@ def test_a_pass_that_does_not_run_is_undone(llama: PreTrainedModel) -> None:
         assert apply_passes(llama, (Pass("shrunk", shrink),)) == {}
     assert entries[0]["reason"].startswith("RuntimeError")
     assert torch.equal(others(llama), judge)
-    assert not any(isinstance(module, MergedLinear | ActorSpec) for module in llama.modules())
+    assert not any(isinstance(module, MergedLinear | Part) for module in llama.modules())
 
 
 def test_a_subtle_error_is_seen_in_half_precision_too(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_layers_that_share_a_weight_or_differ_in_type_are_not_merged() -> None:
 def test_parts_are_right_in_any_order_and_keep_nothing() -> None:
     linears = [nn.Linear(8, width) for width in (8, 4, 6)]
     merged = MergedLinear(linears)
-    parts = [ActorSpec(merged, index) for index in range(3)]
+    parts = [Part(merged, index) for index in range(3)]
     x, y = torch.randn(2, 1, 5, 8)
     for index, tensor in ((0, x), (1, y), (2, x), (1, x), (2, y), (0, x), (2, x)):
         torch.testing.assert_close(parts[index](tensor), linears[index](tensor))

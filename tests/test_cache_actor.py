@@ -97,7 +97,7 @@ def test_each_growth_is_granted_whole_or_refused() -> None:
     assert granted == Granted(ROUND, (Grant(RequestId(2), (4,), 0, 8),), (RequestId(1), RequestId(3)))
 
 
-def test_rule_2_a_round_that_must_preempt_admits_nobody() -> None:
+def test_rule_running_first_a_round_that_must_preempt_admits_nobody() -> None:
     stage = Stage(4)
     stage.reserve(admissions=(admission(1, 12),))
     granted = stage.reserve(growths=(Growth(RequestId(1), 24),), admissions=(admission(2, 4, 50),))
@@ -133,7 +133,7 @@ def test_only_uncached_tokens_count_against_the_budget() -> None:
     assert [(grant.request_id, grant.cached_tokens) for grant in granted.grants] == [(2, 8), (3, 8)]
 
 
-def test_rule_16_an_admission_earlier_in_the_same_message_brings_the_watermark() -> None:
+def test_rule_watermark_an_admission_earlier_in_the_same_message_brings_the_watermark() -> None:
     stage = Stage(4, watermark_fraction=0.25)
     granted = stage.reserve(admissions=(admission(1, 12), admission(2, 4, 50)))
     assert ids(granted) == [1]

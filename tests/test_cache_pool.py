@@ -62,14 +62,14 @@ def serve(tables: Tables, request: int, token_ids: tuple[int, ...]) -> Grant:
 
 
 def test_a_grant_covers_the_whole_prompt_in_table_order() -> None:
-    """Rule 17: two half-prefilled prompts cannot deadlock each other, since each has all its blocks from the start."""
+    """Rule `whole-prompt`: two half-prefilled prompts cannot deadlock each other, since each has all its blocks."""
     tables = make_tables(8)
     assert admit(tables, 1, tokens(9)) == Grant(RequestId(1), (1, 2, 3), cached_tokens=0, token_capacity=12)
     assert admit(tables, 2, tokens(4, 50)) == Grant(RequestId(2), (4,), cached_tokens=0, token_capacity=4)
 
 
 def test_the_null_block_is_never_granted() -> None:
-    """Rule 21: the null block is never pooled."""
+    """Rule `reference-counts`: the null block is never pooled."""
     tables = make_tables(3)
     assert tables.pool.total == 3
     assert NULL_BLOCK not in admitted(tables, 1, tokens(12)).block_ids
@@ -82,7 +82,7 @@ def test_an_empty_pool_refuses_everything() -> None:
     assert tables.pool.free_count == 0
 
 
-def test_rule_12_a_hit_that_nobody_holds_uses_up_a_free_block() -> None:
+def test_rule_free_means_now_a_hit_that_nobody_holds_uses_up_a_free_block() -> None:
     tables = make_tables(4)
     serve(tables, 1, tokens(8))
     admitted(tables, 2, tokens(4, 50))
@@ -93,7 +93,7 @@ def test_rule_12_a_hit_that_nobody_holds_uses_up_a_free_block() -> None:
     assert tables.pool.free_count == 0
 
 
-def test_rule_12_a_hit_that_another_request_holds_costs_nothing() -> None:
+def test_rule_free_means_now_a_hit_that_another_request_holds_costs_nothing() -> None:
     tables = make_tables(4)
     admitted(tables, 1, tokens(8))
     fill(tables, 1, 8)
@@ -101,7 +101,7 @@ def test_rule_12_a_hit_that_another_request_holds_costs_nothing() -> None:
     assert tables.pool.free_count == 0
 
 
-def test_rule_13_new_blocks_never_evict_the_hits_of_the_same_admission() -> None:
+def test_rule_hits_first_new_blocks_never_evict_the_hits_of_the_same_admission() -> None:
     tables = make_tables(3)
     cached = serve(tables, 1, tokens(8)).block_ids
     serve(tables, 2, tokens(4, 50))
@@ -111,7 +111,7 @@ def test_rule_13_new_blocks_never_evict_the_hits_of_the_same_admission() -> None
     assert grant.cached_tokens == 8
 
 
-def test_rule_14_a_refused_admission_leaves_no_trace() -> None:
+def test_rule_all_or_nothing_a_refused_admission_leaves_no_trace() -> None:
     tables = make_tables(4)
     cached = serve(tables, 1, tokens(8)).block_ids
     assert admit(tables, 2, tokens(17)) is None
@@ -121,7 +121,7 @@ def test_rule_14_a_refused_admission_leaves_no_trace() -> None:
     assert tables.pool.evictions == 0
 
 
-def test_rule_14_a_refused_growth_leaves_no_trace() -> None:
+def test_rule_all_or_nothing_a_refused_growth_leaves_no_trace() -> None:
     tables = make_tables(4)
     admitted(tables, 1, tokens(8))
     assert grow(tables, 1, 17) is None
@@ -136,7 +136,7 @@ def test_a_growth_that_already_fits_is_granted_without_blocks() -> None:
     assert grow(tables, 1, 2) == Grant(RequestId(1), (), cached_tokens=0, token_capacity=8)
 
 
-def test_rule_15_cached_tokens_are_those_of_the_blocks_granted() -> None:
+def test_rule_cached_as_granted_cached_tokens_are_those_of_the_blocks_granted() -> None:
     """What was cached when a request was refused is looked up anew when it is tried again."""
     tables = make_tables(5)
     serve(tables, 1, tokens(8))
@@ -148,7 +148,7 @@ def test_rule_15_cached_tokens_are_those_of_the_blocks_granted() -> None:
     assert admitted(tables, 3, tokens(9)).cached_tokens == 0
 
 
-def test_rule_16_the_watermark_stays_free_after_an_admission() -> None:
+def test_rule_watermark_the_watermark_stays_free_after_an_admission() -> None:
     tables = make_tables(10, watermark_fraction=0.11)
     admitted(tables, 1, tokens(8))
     assert admit(tables, 2, tokens(28, 50)) is None
@@ -156,12 +156,12 @@ def test_rule_16_the_watermark_stays_free_after_an_admission() -> None:
     assert tables.pool.free_count == 2
 
 
-def test_rule_16_a_lone_request_may_use_everything() -> None:
+def test_rule_watermark_a_lone_request_may_use_everything() -> None:
     tables = make_tables(10, watermark_fraction=0.5)
     assert admit(tables, 1, tokens(40)) is not None
 
 
-def test_rule_16_the_watermark_does_not_hold_back_growth() -> None:
+def test_rule_watermark_the_watermark_does_not_hold_back_growth() -> None:
     tables = make_tables(4, watermark_fraction=0.5)
     admitted(tables, 1, tokens(4))
     admitted(tables, 2, tokens(4, 50))
@@ -169,7 +169,7 @@ def test_rule_16_the_watermark_does_not_hold_back_growth() -> None:
     assert tables.pool.free_count == 0
 
 
-def test_rule_21_after_a_drain_every_block_is_free() -> None:
+def test_rule_reference_counts_after_a_drain_every_block_is_free() -> None:
     tables = make_tables(8)
     for request in range(4):
         admitted(tables, request, tokens(8) if request % 2 else tokens(5, 50))
@@ -178,7 +178,7 @@ def test_rule_21_after_a_drain_every_block_is_free() -> None:
     assert tables.pool.free_count == tables.pool.total == 8
 
 
-def test_rule_21_the_check_finds_what_is_wrong() -> None:
+def test_rule_reference_counts_the_check_finds_what_is_wrong() -> None:
     pool = BlockPool(4)
     first, second = pool.take(2)
     pool.check({first: 1, second: 1})
@@ -192,7 +192,7 @@ def test_rule_21_the_check_finds_what_is_wrong() -> None:
         pool.check({first: 1, second: 1})
 
 
-def test_rule_21_a_block_given_back_was_held() -> None:
+def test_rule_reference_counts_a_block_given_back_was_held() -> None:
     pool = BlockPool(4)
     blocks = pool.take(1)
     pool.give_back(blocks)
@@ -200,34 +200,34 @@ def test_rule_21_a_block_given_back_was_held() -> None:
         pool.give_back(blocks)
 
 
-def test_rule_21_more_blocks_than_are_free_are_never_taken() -> None:
+def test_rule_reference_counts_more_blocks_than_are_free_are_never_taken() -> None:
     with pytest.raises(AssertionError, match="5 blocks asked of 4"):
         BlockPool(5).take(5)
 
 
 @pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 8)])
-def test_rule_22_a_full_hit_leaves_a_token_to_compute(length: int, cached: int) -> None:
+def test_rule_recompute_last_a_full_hit_leaves_a_token_to_compute(length: int, cached: int) -> None:
     tables = make_tables(8)
     serve(tables, 1, tokens(8))
     assert admitted(tables, 2, tokens(length)).cached_tokens == cached
 
 
-def test_rule_22_the_block_computed_again_is_the_requests_own() -> None:
+def test_rule_recompute_last_the_block_computed_again_is_the_requests_own() -> None:
     tables = make_tables(8)
     admitted(tables, 1, tokens(8))
     fill(tables, 1, 8)
     assert admitted(tables, 2, tokens(8)).block_ids == (1, 3)
 
 
-def test_rule_23_a_digest_is_the_sha_256_of_parent_tokens_and_extra_keys() -> None:
-    """Rule 25 as well: no guessable hash."""
+def test_rule_chained_hash_a_digest_is_the_sha_256_of_parent_tokens_and_extra_keys() -> None:
+    """Rule `sha256` as well: no guessable hash."""
     chain = Chain((1, 2, 3, 4, 5), block_size=2, salt=b"tenant")
     first = hashlib.sha256(bytes(32) + struct.pack("<2i", 1, 2) + b"tenant").digest()
     assert chain.digest(0) == first
     assert chain.digest(1) == hashlib.sha256(first + struct.pack("<2i", 3, 4)).digest()
 
 
-def test_rule_23_only_full_blocks_have_a_digest() -> None:
+def test_rule_chained_hash_only_full_blocks_have_a_digest() -> None:
     chain = Chain((1, 2, 3), block_size=2)
     with pytest.raises(AssertionError, match="only a full block"):
         chain.digest(1)
@@ -235,14 +235,14 @@ def test_rule_23_only_full_blocks_have_a_digest() -> None:
     assert chain.digest(1) == Chain((1, 2, 3, 4), block_size=2).digest(1)
 
 
-def test_rule_23_the_same_tokens_at_another_place_are_another_block() -> None:
+def test_rule_chained_hash_the_same_tokens_at_another_place_are_another_block() -> None:
     tables = make_tables(8)
     serve(tables, 1, (1, 2, 3, 4, 5, 6, 7, 8))
     assert admitted(tables, 2, (5, 6, 7, 8, 1, 2, 3, 4, 9)).cached_tokens == 0
     assert admitted(tables, 3, (1, 2, 3, 4, 9, 9, 9, 9, 9)).cached_tokens == 4
 
 
-def test_rule_24_the_salt_of_the_first_block_separates_the_whole_chain() -> None:
+def test_rule_hash_keys_the_salt_of_the_first_block_separates_the_whole_chain() -> None:
     mine, yours = Chain(tokens(8), BLOCK_SIZE, salt=b"mine"), Chain(tokens(8), BLOCK_SIZE, salt=b"yours")
     assert mine.digest(0) != yours.digest(0)
     assert mine.digest(1) != yours.digest(1)
@@ -272,7 +272,7 @@ def test_a_digest_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_refused_request_may_come_back_with_more_tokens() -> None:
-    """Rule 27: digests of other tokens are not kept."""
+    """Rule `edited-tokens`: digests of other tokens are not kept."""
     tables = make_tables(4)
     serve(tables, 1, (1, 2, 3, 4))
     admitted(tables, 2, tokens(12, 50))
@@ -290,7 +290,7 @@ def test_the_memory_of_refused_admissions_is_bounded() -> None:
     assert len(tables._refused) == REFUSED_CHAINS_MAX - 1
 
 
-def test_rule_26_only_computed_tokens_become_a_prefix() -> None:
+def test_rule_computed_only_only_computed_tokens_become_a_prefix() -> None:
     tables = make_tables(8)
     admitted(tables, 1, tokens(10))
     fill(tables, 1, 7)
@@ -305,7 +305,7 @@ def test_rule_26_only_computed_tokens_become_a_prefix() -> None:
     assert admitted(tables, 2, tokens(13)).cached_tokens == 12
 
 
-def test_rule_28_a_long_prefix_loses_its_end_first() -> None:
+def test_rule_tail_first_a_long_prefix_loses_its_end_first() -> None:
     tables = make_tables(4)
     serve(tables, 1, tokens(16))
     admitted(tables, 2, tokens(4, 50))
@@ -313,7 +313,7 @@ def test_rule_28_a_long_prefix_loses_its_end_first() -> None:
     assert admitted(tables, 3, tokens(12)).cached_tokens == 8
 
 
-def test_rule_29_unindexed_blocks_are_reused_first_and_indexed_ones_last() -> None:
+def test_rule_eviction_order_unindexed_blocks_are_reused_first_and_indexed_ones_last() -> None:
     tables = make_tables(5)
     release_unindexed = admitted(tables, 1, tokens(7)).block_ids
     release(tables, 1, 0)
@@ -327,7 +327,7 @@ def test_rule_29_unindexed_blocks_are_reused_first_and_indexed_ones_last() -> No
     assert tables.pool.evictions == 1
 
 
-def test_rule_29_the_digest_stays_until_the_block_is_reused() -> None:
+def test_rule_eviction_order_the_digest_stays_until_the_block_is_reused() -> None:
     tables = make_tables(2)
     serve(tables, 1, tokens(8))
     assert (tables.pool.free_count, tables.pool.indexed_count) == (2, 2)
@@ -338,7 +338,7 @@ def test_rule_29_the_digest_stays_until_the_block_is_reused() -> None:
     assert tables.pool.evictions == 2
 
 
-def test_rule_29_a_hit_makes_a_prefix_recent_again() -> None:
+def test_rule_eviction_order_a_hit_makes_a_prefix_recent_again() -> None:
     tables = make_tables(3)
     serve(tables, 1, tokens(4))
     serve(tables, 2, tokens(4, 50))
@@ -349,7 +349,7 @@ def test_rule_29_a_hit_makes_a_prefix_recent_again() -> None:
     assert tables.pool.find(Chain(tokens(4, 50), BLOCK_SIZE).digest(0)) is None
 
 
-def test_rule_30_two_requests_that_compute_one_prefix_keep_their_own_blocks() -> None:
+def test_rule_duplicate_prefixes_two_requests_that_compute_one_prefix_keep_their_own_blocks() -> None:
     tables = make_tables(8)
     first, second = admitted(tables, 1, tokens(9)), admitted(tables, 2, tokens(9))
     assert not set(first.block_ids) & set(second.block_ids)
@@ -359,7 +359,7 @@ def test_rule_30_two_requests_that_compute_one_prefix_keep_their_own_blocks() ->
     assert admitted(tables, 3, tokens(9)).block_ids[:2] == first.block_ids[:2]
 
 
-def test_rule_30_a_duplicate_takes_the_place_of_an_evicted_first() -> None:
+def test_rule_duplicate_prefixes_a_duplicate_takes_the_place_of_an_evicted_first() -> None:
     tables = make_tables(6)
     admitted(tables, 1, tokens(8))
     duplicate = admitted(tables, 2, tokens(8)).block_ids

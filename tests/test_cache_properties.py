@@ -231,7 +231,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(after.holds(holding) for holding in self.model.holdings.values())
 
     def teardown(self) -> None:
-        """Rule 21: after a drain, every block is free."""
+        """Rule `reference-counts`: after a drain, every block is free."""
         self._answer()
         assert self.copied == +self.model.copied
         for request in sorted(self.model.holdings):

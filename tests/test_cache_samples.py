@@ -13,7 +13,7 @@ from cuelight.messages.request import HostTier
 @pytest.mark.parametrize(
     ("length", "cached"), [(2, 1), (3, 2), (4, 3), (5, 4), (6, 5), (7, 6), (8, 7), (9, 8), (10, 9), (13, 12)]
 )
-def test_rule_22_all_but_one_token_are_found(length: int, cached: int) -> None:
+def test_rule_recompute_last_all_but_one_token_are_found(length: int, cached: int) -> None:
     """Whether they end with a block or not; where the last of these ends a block, it is shared and not copied."""
     tables = make_tables(20)
     source = admit(tables, 1, tokens(length)).block_ids
@@ -156,7 +156,7 @@ def test_a_first_sample_whose_contents_were_forgotten_is_no_help() -> None:
     assert admit(tables, 2, tokens(7), like=1).cached_tokens == 0
 
 
-def test_rule_14_a_refused_sample_leaves_no_trace() -> None:
+def test_rule_all_or_nothing_a_refused_sample_leaves_no_trace() -> None:
     tables = Tables(BlockPool(4), 4, 0.0, HostTier())
     admit(tables, 1, tokens(6))
     fill(tables, 1, 6)

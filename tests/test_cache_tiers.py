@@ -14,7 +14,7 @@ from cuelight.messages.request import CopyKind, HostTier, RequestId
 from cuelight.messages.scheduler import Grant
 
 
-def test_rule_24_a_prefix_is_found_only_with_its_salt() -> None:
+def test_rule_hash_keys_a_prefix_is_found_only_with_its_salt() -> None:
     tables = make_tables(20)
     serve(tables, 1, tokens(9), b"mine")
     assert admit(tables, 2, tokens(9), b"yours").cached_tokens == 0
@@ -22,14 +22,14 @@ def test_rule_24_a_prefix_is_found_only_with_its_salt() -> None:
     assert admit(tables, 4, tokens(9), b"mine").cached_tokens == 8
 
 
-def test_rule_24_nobody_waits_for_a_prefix_of_another_salt() -> None:
+def test_rule_hash_keys_nobody_waits_for_a_prefix_of_another_salt() -> None:
     tables = make_tables(20)
     admit(tables, 1, tokens(9), b"mine")
     assert tables.is_being_computed(asking(2, tokens(9), b"mine"))
     assert not tables.is_being_computed(asking(3, tokens(9), b"yours", like=1))
 
 
-def test_rule_24_a_refused_request_is_not_tried_again_with_the_digests_of_another_salt() -> None:
+def test_rule_hash_keys_a_refused_request_is_not_tried_again_with_the_digests_of_another_salt() -> None:
     tables = make_tables(4)
     serve(tables, 1, tokens(8), b"mine")
     admit(tables, 2, tokens(12, 50))
@@ -38,7 +38,7 @@ def test_rule_24_a_refused_request_is_not_tried_again_with_the_digests_of_anothe
     assert admit(tables, 3, tokens(9), b"yours").cached_tokens == 0
 
 
-def test_rule_33_what_was_computed_is_forgotten() -> None:
+def test_rule_forget_prefixes_what_was_computed_is_forgotten() -> None:
     tables = make_tables(8)
     serve(tables, 1, tokens(16))
     forget(tables)
@@ -47,7 +47,7 @@ def test_rule_33_what_was_computed_is_forgotten() -> None:
     assert tables.pool.evictions == 0
 
 
-def test_rule_33_who_runs_keeps_its_blocks_and_is_never_found() -> None:
+def test_rule_forget_prefixes_who_runs_keeps_its_blocks_and_is_never_found() -> None:
     """Neither what it had computed, nor what it computes afterwards, nor when it ends."""
     tables = make_tables(16)
     admit(tables, 1, tokens(14))
@@ -63,7 +63,7 @@ def test_rule_33_who_runs_keeps_its_blocks_and_is_never_found() -> None:
     assert admit(tables, 3, tokens(14)).cached_tokens == 0
 
 
-def test_rule_33_nobody_waits_for_what_nobody_will_find() -> None:
+def test_rule_forget_prefixes_nobody_waits_for_what_nobody_will_find() -> None:
     tables = make_tables(16)
     admit(tables, 1, tokens(12))
     fill(tables, 1, 6)
@@ -74,7 +74,7 @@ def test_rule_33_nobody_waits_for_what_nobody_will_find() -> None:
     assert tables.take_copies() == ()
 
 
-def test_rule_33_what_is_computed_after_the_forgetting_is_found() -> None:
+def test_rule_forget_prefixes_what_is_computed_after_the_forgetting_is_found() -> None:
     """By another request, and by one that ran through it, was preempted and came back."""
     tables = make_tables(16)
     admit(tables, 1, tokens(9))
@@ -86,7 +86,7 @@ def test_rule_33_what_is_computed_after_the_forgetting_is_found() -> None:
     assert admit(tables, 2, tokens(9)).cached_tokens == 8
 
 
-def test_rule_33_host_memory_is_forgotten_as_well() -> None:
+def test_rule_forget_prefixes_host_memory_is_forgotten_as_well() -> None:
     tables = make_tables(2, host_blocks=4)
     serve(tables, 1, tokens(8))
     serve(tables, 2, tokens(8, 50))
@@ -151,7 +151,7 @@ def test_a_prefix_is_found_here_and_there_in_turn() -> None:
     assert tables.take_copies() == (loaded((0, grant.block_ids[1])),)
 
 
-def test_rule_12_a_load_uses_up_a_free_block() -> None:
+def test_rule_free_means_now_a_load_uses_up_a_free_block() -> None:
     tables = make_tables(4, host_blocks=4)
     serve(tables, 1, tokens(8))
     admit(tables, 2, tokens(16, 50))
@@ -164,7 +164,7 @@ def test_rule_12_a_load_uses_up_a_free_block() -> None:
     assert admit(tables, 4, tokens(12)).cached_tokens == 8
 
 
-def test_rule_13_a_save_never_takes_the_slot_of_a_load_of_the_same_admission() -> None:
+def test_rule_hits_first_a_save_never_takes_the_slot_of_a_load_of_the_same_admission() -> None:
     """The slot that is to be loaded is the one that would be lost next."""
     tables = make_tables(2, host_blocks=2)
     serve(tables, 1, tokens(5))
@@ -178,7 +178,7 @@ def test_rule_13_a_save_never_takes_the_slot_of_a_load_of_the_same_admission() -
     assert tables.take_copies() == (saved((second, 1)), loaded((0, first)))
 
 
-def test_rule_13_when_every_slot_is_to_be_loaded_nothing_is_saved() -> None:
+def test_rule_hits_first_when_every_slot_is_to_be_loaded_nothing_is_saved() -> None:
     tables = make_tables(3, host_blocks=2)
     serve(tables, 1, tokens(8))
     serve(tables, 2, tokens(12, 50))
@@ -188,7 +188,7 @@ def test_rule_13_when_every_slot_is_to_be_loaded_nothing_is_saved() -> None:
     assert [copies.copying for copies in tables.take_copies()] == [CopyKind.LOAD]
 
 
-def test_rule_28_in_host_memory_too_a_long_prefix_loses_its_end_first() -> None:
+def test_rule_tail_first_in_host_memory_too_a_long_prefix_loses_its_end_first() -> None:
     tables = make_tables(4, host_blocks=4)
     serve(tables, 1, tokens(16))
     serve(tables, 2, tokens(16, 50))
@@ -198,7 +198,7 @@ def test_rule_28_in_host_memory_too_a_long_prefix_loses_its_end_first() -> None:
     assert admit(tables, 4, tokens(16)).cached_tokens == 8
 
 
-def test_rule_28_what_was_loaded_loses_its_end_first_as_well() -> None:
+def test_rule_tail_first_what_was_loaded_loses_its_end_first_as_well() -> None:
     """Its two blocks stay on the device, and what is saved meanwhile takes the slot of one of them."""
     tables = make_tables(6, host_blocks=4)
     serve(tables, 1, tokens(8))
@@ -209,7 +209,7 @@ def test_rule_28_what_was_loaded_loses_its_end_first_as_well() -> None:
     assert (first in tables.host, second in tables.host) == (True, False)
 
 
-def test_rule_28_what_was_evicted_again_is_lost_after_what_was_evicted_before() -> None:
+def test_rule_tail_first_what_was_evicted_again_is_lost_after_what_was_evicted_before() -> None:
     tables = make_tables(3, host_blocks=3)
     serve(tables, 1, tokens(4))
     serve(tables, 2, tokens(12, 50))
@@ -222,7 +222,7 @@ def test_rule_28_what_was_evicted_again_is_lost_after_what_was_evicted_before() 
     assert again in tables.host
 
 
-def test_rule_37_a_preempted_request_computes_again_only_its_block_that_is_not_full() -> None:
+def test_rule_resume_as_prefill_a_preempted_request_computes_again_only_its_block_that_is_not_full() -> None:
     """Though others have had all blocks meanwhile."""
     tables = make_tables(8, host_blocks=8)
     admit(tables, 1, tokens(14))

@@ -182,7 +182,7 @@ def test_a_stop_string_completed_by_the_flush_counts(stage: Stage) -> None:
     assert stage.scheduler.take() == [Closed((RequestId(1),))]
 
 
-def test_rule_57_a_token_that_cannot_be_decoded_fails_its_request_alone(stage: Stage) -> None:
+def test_rule_errors_stay_alone_a_token_that_cannot_be_decoded_fails_its_request_alone(stage: Stage) -> None:
     broken, sound = stage.open(1, stop=("bc",)), stage.open(2)
     stage.tokens((1, ord("a")), (2, ord("x")))
     stage.tokens((1, ord("b")), (2, ord("y")))
@@ -199,7 +199,7 @@ def test_rule_57_a_token_that_cannot_be_decoded_fails_its_request_alone(stage: S
     assert "could not decode" in end.error
 
 
-def test_rule_57_a_flush_that_cannot_be_decoded_fails_its_request_alone() -> None:
+def test_rule_errors_stay_alone_a_flush_that_cannot_be_decoded_fails_its_request_alone() -> None:
     def fails_at_length_two(token_ids: Sequence[int]) -> str:
         nonlocal calls
         calls += 1

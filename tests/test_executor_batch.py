@@ -59,7 +59,7 @@ def test_a_whole_prompt_is_laid_out_over_its_blocks_and_samples_once() -> None:
     assert (drawn.request_id, drawn.slot, drawn.index, drawn.position, drawn.output_index) == (1, 0, 5, 6, 0)
 
 
-def test_rule_8_a_partial_chunk_draws_nothing_and_the_next_goes_on() -> None:
+def test_rule_partial_chunk_a_partial_chunk_draws_nothing_and_the_next_goes_on() -> None:
     rows = Rows(4)
     first = rows.prepare(step({1: 3}, rows=(row(1, [10, 11, 12, 13, 14], [7, 3]),)))
     assert first.draws == []

@@ -472,7 +472,7 @@ def test_bfloat16_follows_float32_in_the_first_token(tmp_path: Path) -> None:
     assert compared > 1
 
 
-def test_rule_57_logits_that_are_no_numbers_fail_their_row_alone(
+def test_rule_errors_stay_alone_logits_that_are_no_numbers_fail_their_row_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = save(FAMILIES["llama"](), tmp_path)
@@ -530,7 +530,7 @@ def test_a_nan_in_one_rows_hidden_state_stays_in_that_row(tmp_path: Path) -> Non
         assert driver.outputs[index] == expected[index]
 
 
-def test_rule_61_blocks_that_held_no_numbers_do_no_harm_to_who_gets_them_next(tmp_path: Path) -> None:
+def test_rule_zeroed_pool_blocks_that_held_no_numbers_do_no_harm_to_who_gets_them_next(tmp_path: Path) -> None:
     model = save(FAMILIES["llama"](), tmp_path)
     prompts = random_prompts(3)
     expected = [greedy_alone(model, prompt, 10) for prompt in prompts]

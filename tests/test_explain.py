@@ -219,7 +219,7 @@ def run_to_rest(core: Core) -> int:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rule_11_a_planner_that_plans_nothing_ends_everybody(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule_liveness_a_planner_that_plans_nothing_ends_everybody(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, lambda request: True)
     core = Core(seed, device=WatchedDevice(100, 4), running_max=3)
     for request_id in range(8):
@@ -233,7 +233,7 @@ def test_rule_11_a_planner_that_plans_nothing_ends_everybody(seed: int, monkeypa
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rule_11_one_that_is_never_planned_fails_and_the_others_go_on(
+def test_rule_liveness_one_that_is_never_planned_fails_and_the_others_go_on(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, lambda request: request.request_id == 2)
@@ -249,7 +249,9 @@ def test_rule_11_one_that_is_never_planned_fails_and_the_others_go_on(
 
 @pytest.mark.parametrize("name", ["fcfs", "priority"])
 @pytest.mark.parametrize("culprits", [{2}, set(range(6))])
-def test_rule_11_a_cache_that_refuses_for_ever(culprits: set[int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule_liveness_a_cache_that_refuses_for_ever(
+    culprits: set[int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only whoever is refused fails, even where another has come to the head of the queue meanwhile."""
     for seed in range(20):
         core = Core(seed, device=WatchedDevice(100, 4), running_max=3, policy=policy(name))
@@ -275,7 +277,9 @@ def test_rule_11_a_cache_that_refuses_for_ever(culprits: set[int], name: str, mo
         assert core.blocks().blocks_free == core.blocks().blocks_total
 
 
-def test_rule_11_whoever_was_refused_fails_and_not_who_came_in_front_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule_liveness_whoever_was_refused_fails_and_not_who_came_in_front_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     core = Core(0, device=WatchedDevice(100, 4), policy=policy("priority"))
     step_until(core, lambda: scheduler_of(core)._work.pool and not core.stage._queues["cache"])
     tables = tables_of(core)
@@ -290,7 +294,7 @@ def test_rule_11_whoever_was_refused_fails_and_not_who_came_in_front_of_it(monke
     assert core.ends()[1].reason is FinishReason.LENGTH
 
 
-def test_rule_11_a_cache_that_sets_everybody_aside_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule_liveness_a_cache_that_sets_everybody_aside_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Core(0, device=WatchedDevice(100, 4), running_max=3)
     step_until(core, lambda: scheduler_of(core)._work.pool and not core.stage._queues["cache"])
     monkeypatch.setattr(tables_of(core), "is_being_computed", lambda admission: True)

@@ -333,7 +333,7 @@ def test_what_a_graph_could_not_do_is_seen_without_one(
             run(made, decodes(3, 9), 2)
 
 
-def test_rule_56_a_key_that_forgets_a_number_is_seen(tiny: Tiny) -> None:
+def test_rule_graph_key_a_key_that_forgets_a_number_is_seen(tiny: Tiny) -> None:
     """Say, into how many pieces the keys are divided."""
     made = graphs(load_planned(tiny[0], span=16, block_count=300))
 

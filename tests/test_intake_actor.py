@@ -297,7 +297,9 @@ def test_refusals(stage: Stage, prompt: Prompt, sampling: Sampling, refusal: Ref
         (500, 1000, "the model's context holds 1000"),
     ],
 )
-def test_rule_10_what_can_never_fit_is_refused(token_capacity: int, length: int, words: str | None) -> None:
+def test_rule_reject_impossible_what_can_never_fit_is_refused(
+    token_capacity: int, length: int, words: str | None
+) -> None:
     stage = Stage(token_capacity=token_capacity)
     (answer,) = stage.submit(1, (1,) * length).take()
     if words is None:
@@ -340,7 +342,7 @@ def test_numbers_without_bound_are_brought_to_what_they_mean(stage: Stage) -> No
     assert admitted(stage, 2, Sampling(top_k=127)).top_k == 127
 
 
-def test_rule_49_cancel_while_tokenizing(stage: Stage) -> None:
+def test_rule_abort_anywhere_cancel_while_tokenizing(stage: Stage) -> None:
     client = stage.submit(1, "x" * 450)
     stage.cancel(1)
     stage.tokenize()
@@ -351,7 +353,7 @@ def test_rule_49_cancel_while_tokenizing(stage: Stage) -> None:
     assert stage.scheduler.take() == []
 
 
-def test_rule_49_cancel_while_tokenizing_what_is_then_refused(stage: Stage) -> None:
+def test_rule_abort_anywhere_cancel_while_tokenizing_what_is_then_refused(stage: Stage) -> None:
     client = stage.submit(1, "broken" + LONG)
     stage.cancel(1)
     stage.tokenize()
@@ -361,7 +363,7 @@ def test_rule_49_cancel_while_tokenizing_what_is_then_refused(stage: Stage) -> N
     assert stage.actor.request_count == 0
 
 
-def test_rule_49_cancel_while_opening_frees_the_place(stage: Stage) -> None:
+def test_rule_abort_anywhere_cancel_while_opening_frees_the_place(stage: Stage) -> None:
     for request_id in range(10):
         stage.submit(request_id)
         stage.cancel(request_id)
@@ -374,7 +376,7 @@ def test_rule_49_cancel_while_opening_frees_the_place(stage: Stage) -> None:
     assert stage.actor.request_count == 0
 
 
-def test_rule_49_cancel_when_admitted_aborts_once_and_keeps_the_place(stage: Stage) -> None:
+def test_rule_abort_anywhere_cancel_when_admitted_aborts_once_and_keeps_the_place(stage: Stage) -> None:
     for request_id in (1, 2, 3):
         stage.submit(request_id)
         stage.opened(request_id)
@@ -387,7 +389,7 @@ def test_rule_49_cancel_when_admitted_aborts_once_and_keeps_the_place(stage: Sta
     assert stage.submit(4).take() == [Accepted(RequestId(4), 2)]
 
 
-def test_rule_49_cancelling_what_is_unknown_is_left_to_the_scheduler(stage: Stage) -> None:
+def test_rule_abort_anywhere_cancelling_what_is_unknown_is_left_to_the_scheduler(stage: Stage) -> None:
     """It may have the request from an intake before; one that is over it ignores."""
     stage.cancel(9)
     assert stage.scheduler.take() == [Abort(RequestId(9))]

@@ -227,7 +227,7 @@ def test_a_nan_in_one_rows_hidden_state_stays_in_that_row(others: dict[str, obje
             assert driver.outputs[index] == sound.outputs[index]
 
 
-def test_rule_61_blocks_that_held_no_numbers_do_no_harm_to_who_gets_them_next(tmp_path: Path) -> None:
+def test_rule_zeroed_pool_blocks_that_held_no_numbers_do_no_harm_to_who_gets_them_next(tmp_path: Path) -> None:
     save(NATIVE["llama"](), tmp_path)
     prompts = random_prompts(3)
     sound = Driver(load(tmp_path), prompts, seed=2)

@@ -102,7 +102,7 @@ def test_equals_keep_the_order_of_the_vocabulary(vocabulary: int) -> None:
         assert ours == general
 
 
-def test_rule_46_no_end_before_min_tokens() -> None:
+def test_rule_stop_order_no_end_before_min_tokens() -> None:
     logits = np.zeros(50, np.float32)
     logits[[END, 8, 9]] = 3.0, 2.0, 1.0
 

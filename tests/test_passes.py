@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from cuelight.actors.executor.model import passes
 from cuelight.actors.executor.model.attention import ATTENTION_NAME, register
 from cuelight.actors.executor.model.passes import Pass, apply_passes, standard_passes
-from cuelight.actors.executor.model.passes_merge import Part, MergedLinear, merge_linears
+from cuelight.actors.executor.model.passes_merge import MergedLinear, Part, merge_linears
 from cuelight.actors.executor.model.passes_norm import FusedNorm, fuse_norms, recognize
 from cuelight.actors.executor.model.probing import Probe, difference
 from cuelight.actors.executor.model.surgery import Change, decoder_layers, small_twin

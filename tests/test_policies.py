@@ -169,7 +169,7 @@ def test_tenants_that_come_once_are_not_remembered_for_ever() -> None:
     assert served(queue) == [20_001, 0], "who owes something is remembered"
 
 
-def test_rule_36_preempted_ones_come_before_those_of_their_lane_that_never_ran() -> None:
+def test_rule_front_of_queue_preempted_ones_come_before_those_of_their_lane_that_never_ran() -> None:
     for name in POLICIES:
         queue = queue_of(name)
         waiting = tracked(1, Service("a", priority=5, deadline_seconds=1.0))
@@ -756,7 +756,7 @@ def first_tokens(core: Core, device: WatchedDevice, request_id: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_rule_4_a_short_prompt_behind_a_long_one_need_not_wait_for_it(seed: int) -> None:
+def test_rule_long_prefill_cap_a_short_prompt_behind_a_long_one_need_not_wait_for_it(seed: int) -> None:
     device = WatchedDevice(400, 4)
     core = Core(seed, device=device, token_budget=20, long_prefill_tokens=5)
     core.admit(0, list(range(200)), Sampling(max_tokens=1))
@@ -768,7 +768,7 @@ def test_rule_4_a_short_prompt_behind_a_long_one_need_not_wait_for_it(seed: int)
     finish(core)
 
 
-def test_rule_4_alone_a_long_prompt_gets_the_whole_budget() -> None:
+def test_rule_long_prefill_cap_alone_a_long_prompt_gets_the_whole_budget() -> None:
     device = WatchedDevice(400, 4)
     core = Core(0, device=device, token_budget=20, long_prefill_tokens=5)
     core.admit(0, list(range(200)), Sampling(max_tokens=1))
@@ -776,7 +776,7 @@ def test_rule_4_alone_a_long_prompt_gets_the_whole_budget() -> None:
     assert [sum(chunk.token_count for chunk in step.chunks) for step in device.seen] == [20] * 10
 
 
-def test_rule_4_what_the_others_do_not_want_the_long_one_gets() -> None:
+def test_rule_long_prefill_cap_what_the_others_do_not_want_the_long_one_gets() -> None:
     """Two run, and every step is full until there is nothing more to fill it with."""
     device = WatchedDevice(400, 4)
     core = Core(0, device=device, token_budget=20, long_prefill_tokens=5)
@@ -789,7 +789,7 @@ def test_rule_4_what_the_others_do_not_want_the_long_one_gets() -> None:
     assert len(both) >= 5 and all(chunk.token_count == 10 for step in both[1:-1] for chunk in step.chunks)
 
 
-def test_rule_4_seats_that_are_taken_leave_nothing_to_save_for() -> None:
+def test_rule_long_prefill_cap_seats_that_are_taken_leave_nothing_to_save_for() -> None:
     """One waits that cannot come in, so the one that runs is not held back for it."""
     device = WatchedDevice(400, 4)
     core = Core(0, device=device, token_budget=20, running_max=1, long_prefill_tokens=5)
@@ -800,7 +800,7 @@ def test_rule_4_seats_that_are_taken_leave_nothing_to_save_for() -> None:
     assert len(device.seen) <= 12
 
 
-def test_rule_3_one_that_gets_nothing_is_passed_over() -> None:
+def test_rule_skip_blocked_one_that_gets_nothing_is_passed_over() -> None:
     """The first in line is done but for the token that is in flight; those behind it are computed."""
     device = WatchedDevice(400, 4)
     core = Core(0, device=device, token_budget=4, steps_in_flight=3)

@@ -141,14 +141,20 @@ def test_links_and_named_files_exist() -> None:
             assert (ROOT / target).exists(), f"{page.name} names {target}"
 
 
-def test_rules_that_the_code_names_are_written_down() -> None:
+def test_rules_that_the_code_cites_are_written_down() -> None:
     rules = (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")
-    written = {int(number) for number in re.findall(r"^- \*\*(\d+)\*\*", rules, re.MULTILINE)}
-    named: set[int] = set()
-    for folder in ("actors", "messages", "runtime", "tests"):
+    written = set(re.findall(r"^- \*\*([a-z0-9-]+)\*\*", rules, re.MULTILINE))
+    cited: set[str] = set()
+    unknown: list[str] = []
+    for folder in ("actors", "messages", "runtime", "tests", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
-            for first, _, last in re.findall(
-                r"(?i:rules?)[ _](\d+)( to | and )?(\d+)?", path.read_text(encoding="utf-8")
-            ):
-                named |= {int(first), int(last or first)}
-    assert named and named <= written, sorted(named - written)
+            text = path.read_text(encoding="utf-8")
+            for names in re.findall(r"[Rr]ules? ((?:`[a-z0-9-]+`(?:, | and )?)+)", text):
+                cited |= set(re.findall(r"`([a-z0-9-]+)`", names))
+            unknown += [
+                test
+                for test in re.findall(r"def test_rule_(\w+)", text)
+                if not test.startswith(tuple(rule.replace("-", "_") for rule in written))
+            ]
+    assert cited and cited <= written, sorted(cited - written)
+    assert not unknown

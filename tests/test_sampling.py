@@ -144,7 +144,7 @@ def test_tokens_come_as_often_as_they_are_probable() -> None:
     assert chi < 18.5, "beyond the 99.9th percentile for four degrees of freedom"
 
 
-def test_rule_46_no_end_before_min_tokens() -> None:
+def test_rule_stop_order_no_end_before_min_tokens() -> None:
     logits = torch.zeros(1, VOCABULARY)
     logits[0, 7], logits[0, 8], logits[0, 9] = 3.0, 2.0, 1.0
 
@@ -172,7 +172,7 @@ def test_what_is_forbidden_to_one_row_is_not_to_another() -> None:
     "sampling", [Sampling(), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, top_k=5)]
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_rule_57_a_row_that_is_not_finite_fails_alone(sampling: Sampling, value: float) -> None:
+def test_rule_errors_stay_alone_a_row_that_is_not_finite_fails_alone(sampling: Sampling, value: float) -> None:
     logits = random_logits(3, 4)
     logits[1] = value
     wanted = sample(logits[[0, 2]].clone(), [draw(sampling)] * 2, ()).tolist()

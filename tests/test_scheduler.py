@@ -187,7 +187,7 @@ def test_prefill_is_in_arrival_order() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_rule_9_nobody_is_admitted_over_the_head_of_the_queue(seed: int) -> None:
+def test_rule_head_of_line_nobody_is_admitted_over_the_head_of_the_queue(seed: int) -> None:
     """The second does not fit beside the first; the third, which would, waits behind it."""
     device = WatchedDevice(1 + 12, 4)
     core = Core(seed, device=device)
@@ -203,7 +203,7 @@ def test_rule_9_nobody_is_admitted_over_the_head_of_the_queue(seed: int) -> None
         assert core.outputs()[request_id] == expected
 
 
-def test_rule_34_the_newest_is_preempted_first_and_keeps_its_tokens() -> None:
+def test_rule_victim_the_newest_is_preempted_first_and_keeps_its_tokens() -> None:
     core = Core(0, device=StubDevice(1 + 12, 4), token_budget=64, running_max=4)
     for request_id in range(3):
         core.admit(request_id, [request_id] * 8, Sampling(max_tokens=30))
@@ -215,7 +215,7 @@ def test_rule_34_the_newest_is_preempted_first_and_keeps_its_tokens() -> None:
     assert core.figures().preemptions == sum(end.preemptions for end in core.ends().values())
 
 
-def test_rule_44_no_step_is_run_that_nobody_needs() -> None:
+def test_rule_no_useless_step_no_step_is_run_that_nobody_needs() -> None:
     """A prompt and three tokens take one prefill and two decodes, however many steps may be in flight."""
     device = WatchedDevice(50, 4)
     core = Core(0, device=device, steps_in_flight=4)
@@ -224,7 +224,7 @@ def test_rule_44_no_step_is_run_that_nobody_needs() -> None:
     assert [sum(c.token_count for c in step.chunks) for step in device.seen] == [3, 1, 1]
 
 
-def test_rule_37_the_prefix_of_a_conversation_is_found_again() -> None:
+def test_rule_resume_as_prefill_the_prefix_of_a_conversation_is_found_again() -> None:
     core = Core(0, device=StubDevice(100, 4))
     prompt = list(range(100, 120))
     core.admit(0, prompt, Sampling(max_tokens=9))
@@ -282,7 +282,7 @@ def test_a_stop_string_may_be_found_late(seed: int) -> None:
     assert core.blocks().blocks_free == core.blocks().blocks_total
 
 
-def test_rule_49_abort_is_known_in_every_state_and_idempotent() -> None:
+def test_rule_abort_anywhere_abort_is_known_in_every_state_and_idempotent() -> None:
     """Whatever the moment, one abort ends the request once and gives every block back."""
     for moment in range(0, 120, 3):
         core = Core(moment, device=StubDevice(1 + 8, 4), token_budget=6, running_max=3)

@@ -253,7 +253,7 @@ def test_the_same_prompt_many_times_is_computed_once_but_for_its_last_block() ->
 
 @pytest.mark.parametrize(("shared", "like", "enough"), [(9, None, 8), (39, None, 36), (40, 0, 39)])
 def test_nobody_waits_for_tokens_that_it_cannot_share(shared: int, like: int | None, enough: int) -> None:
-    """Those of a block that is not alike to its end, and the last one, which it computes itself (rule 22)."""
+    """Tokens of a block that differs before its end, and the last token (rule `recompute-last`)."""
     core = Core(0, device=WatchedDevice(100, 4), token_budget=enough)
     core.admit(0, PREFIX if like == 0 else [*PREFIX[: enough + 1], 0], Sampling(max_tokens=4))
     core.admit(1, PREFIX if like == 0 else [*PREFIX[:shared], 1, 2], Sampling(max_tokens=4), like=like)

@@ -170,7 +170,7 @@ Tiny = tuple[Path, list[list[int]], list[list[int]]]
 
 
 @pytest.mark.parametrize("kind", ["one thread", "threads", CUDA])
-def test_rule_43_steps_in_flight_give_what_each_prompt_gives_alone(kind: str, tiny: Tiny) -> None:
+def test_rule_device_tokens_steps_in_flight_give_what_each_prompt_gives_alone(kind: str, tiny: Tiny) -> None:
     needs_cuda(kind)
     folder, prompts, expected = tiny
     loaded = load(options(folder, device="cuda" if kind == "cuda" else "cpu"))
@@ -215,7 +215,7 @@ def run_checked(loaded: LoadedModel, prompts: list[list[int]], seed: int, **othe
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("debug_poison", [False, True])
-def test_rule_53_every_access_to_memory_is_ordered(seed: int, debug_poison: bool, tiny: Tiny) -> None:
+def test_rule_double_buffers_every_access_to_memory_is_ordered(seed: int, debug_poison: bool, tiny: Tiny) -> None:
     folder, prompts, expected = tiny
     outputs = run_checked(load(options(folder)), prompts, seed, debug_poison=debug_poison)
     assert [outputs[index] for index in range(len(prompts))] == [tokens[:6] for tokens in expected]

@@ -69,7 +69,7 @@ class CacheManager(Actor[CacheMessage]):
                 refused.append(growth.request_id)
             else:
                 grants.append(grant)
-        if not refused:  # a round that must preempt lets nobody in (rule 2)
+        if not refused:  # a round that must preempt lets nobody in (rule `running-first`)
             self._admit(message, grants, refused, deferred)
         if refused:
             _log.debug("blocks refused", request_ids=refused, blocks_free=self._tables.pool.free_count)

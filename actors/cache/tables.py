@@ -238,7 +238,7 @@ class Tables:
         """
         if source is None:
             return 0
-        # One block at most, and one token is left to compute (rule 22).
+        # One block at most, and one token is left to compute (rule `recompute-last`).
         end = min(source.computed_tokens, len(chain) - 1, start + self._block_size)
         while end > start and not chain.agrees(source.chain, end):
             end -= 1
@@ -279,7 +279,7 @@ class Tables:
         return hits
 
     def _shareable(self, chain: Chain) -> int:
-        """Leading blocks that need not be computed if someone else has; one token at least is left over (rule 22)."""
+        """Return how many leading blocks may come from the prefix cache (rule `recompute-last`)."""
         return (len(chain) - 1) // self._block_size
 
     def _blocks_for(self, token_count: int) -> int:

@@ -216,7 +216,7 @@ class ModelRunner:
         batch.staging.on_device("token ids").index_copy_(0, batch.staging.on_device("fed"), fed)
 
     def _forward(self, batch: ModelBatch) -> torch.Tensor:
-        """Logits [draws, vocabulary] of the tokens to sample after; of none when every chunk is partial (rule 8)."""
+        """Logits [draws, vocabulary] of the tokens to sample after; partial chunks have none (rule `partial-chunk`)."""
         on_device = batch.staging.on_device
         token_ids, positions = on_device("token ids"), on_device("positions")
         if batch.size is not None:

@@ -1,7 +1,7 @@
 """A step's numbers on their way to the device, and its tokens on their way back: memory for each step in flight.
 
-Rule 53: what a step in flight may still read is not written to. Memory comes back when somebody has waited for the end
-of its step, so there is nothing to check here; it goes to the next step that needs some.
+Rule `double-buffers`: memory that a step in flight may still read is not written to. A step's memory returns to the
+pool after its end was waited for, so there is nothing to check here, and goes to the next step that needs some.
 """
 
 from __future__ import annotations

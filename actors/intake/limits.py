@@ -26,7 +26,7 @@ class Limits:
     isolate_tenants: bool = False
 
     def check_length(self, prompt_tokens: int, token_capacity: int) -> None:
-        """Rule 10: what can never fit, with one token of output, is refused and does not wait. Raises `Refused`."""
+        """Refuse a prompt that can never fit with one token of output (rule `reject-impossible`). Raises `Refused`."""
         if prompt_tokens == 0:
             raise Refused(Refusal.EMPTY_PROMPT, "the prompt has no tokens")
         for limit, whose in (

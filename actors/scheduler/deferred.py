@@ -60,7 +60,7 @@ def _leader(request: Tracked, running: Iterable[Tracked], block_size: int) -> tu
     """Who is computing most of what this request shares with anyone, and how many tokens that are."""
     leader, shared = None, 0
     for other in running:
-        # Its last token it computes itself, whoever else has (rule 22).
+        # Its last token it computes itself, whoever else has (rule `recompute-last`).
         ahead, end = other.computed, min(other.prefill_tokens, len(request.token_ids) - 1)
         if ahead >= end or other.salt != request.salt:
             continue

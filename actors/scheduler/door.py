@@ -96,10 +96,12 @@ class Door:
         for request in self._waiting.head(wanted, without=sated):
             if self.holds_newcomers and not request.preemptions:
                 continue
-            # A preempted request comes back only when its tokens in flight have arrived (rule 38).
+            # A preempted request comes back only when its tokens in flight have arrived (rule `tokens-in-flight`).
             if request.pending or len(following) == count:
                 break
-            if request not in self.deferred:  # set aside, so that it does not hold up those behind it (rule 9)
+            if (
+                request not in self.deferred
+            ):  # set aside, so that it does not hold up those behind it (rule `head-of-line`)
                 following.append(request)
         return following
 

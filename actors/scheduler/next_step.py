@@ -89,7 +89,7 @@ class NextStep:
         if any(request.running for request in short):
             self._work.preempt(self._waiting.victim(self._running.values()), "another one needed blocks to go on")
             self._outbox.flush_released()
-            # Whoever was just evicted must not be let in again by the same round (rule 2).
+            # Whoever was just evicted must not be let in again by the same round (rule `running-first`).
             self.plan(admit=False)
             return
         self._door.refused(short[0] if short and not is_stale else None)
@@ -102,7 +102,7 @@ class NextStep:
         if short or not granted.deferred or self._reservation.courted - set(granted.deferred):
             self._run_what_fits()
         if short and not is_stale and not self._running and not self._flights:
-            # Nothing runs, so every block is free, and still it does not fit: it never will (rule 11).
+            # Nothing runs, so every block is free, and still it does not fit: it never will (rule `liveness`).
             self._work.end(short[0], FinishReason.FAILED, "the request does not fit the block pool")
             self._door.refused(None)  # for the next one the pool may do
 
@@ -140,7 +140,7 @@ class NextStep:
             self._execute(plan)
 
     def see_that_something_moves(self) -> None:
-        """Rule 11: while anything is left to do, a step runs or blocks are asked for; else one request is given up."""
+        """Fail one request where work is left but no step runs and no blocks are asked for (rule `liveness`)."""
         while self._work.is_serving and self._requests and self._reservation.asked is None and not self._flights:
             stuck = next(iter(self._running.values()), None) or self._waiting.head(1)[0]
             obstacle = self._door.obstacle(self._running.values(), self._rounds.token_budget, self._now())

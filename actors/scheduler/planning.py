@@ -46,14 +46,15 @@ def plan_step(
     """Every decode first, then prefill chunks in order of service, `token_budget` tokens in all.
 
     While others could use the budget, of the running ones or (`others_wait`) of those that wait, a chunk has at most
-    `long_prefill_tokens`, or an even share where that is more (rule 4); what the running ones leave is then given out
-    in order.
+    `long_prefill_tokens`, or an even share where that is more (rule `long-prefill-cap`); what the running ones leave is
+    then given out in order.
 
     Where tenants take `turns`, the prompts of those whose turn it is come first and alone. If there are none, no tenant
     gets more than `long_prefill_tokens` for all its prompts: whoever comes next waits for the steps in flight.
 
     A request that was part of a failed step runs alone until it has sampled a token, so that a second failure can be
-    laid at its door. A request that gets no tokens is passed over; those behind it still get theirs (rule 3).
+    attributed to it. A request that gets no tokens is passed over; those behind it still get theirs (rule
+    `skip-blocked`).
     """
     decodes: list[tuple[Tracked, int]] = []
     prefills: list[tuple[Tracked, int]] = []
@@ -120,7 +121,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def stop_reason(request: Tracked, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-    """Whether the token just appended ends the request: end token, stop token, length, in this order (rule 46)."""
+    """Return why the token just appended ends the request: end token, stop token, length (rule `stop-order`)."""
     sampling = request.sampling
     is_stop = (token_id in eos_token_ids and not sampling.ignore_eos) or token_id in sampling.stop_token_ids
     if is_stop and request.output_tokens >= sampling.min_tokens:

@@ -132,7 +132,7 @@ class Tracked:
     def need(self) -> int:
         """Tokens to compute before the next one can be sampled; 1 is a decode, 0 means that nothing is left to do.
 
-        Nothing is left once every token the request may produce is known or being sampled (rule 44).
+        Nothing is left once every token the request may produce is known or being sampled (rule `no-useless-step`).
         """
         known = len(self.token_ids) + self.pending
         return 0 if known >= self.token_limit else known - self.scheduled

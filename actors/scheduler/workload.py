@@ -189,7 +189,7 @@ class Workload:
             self._fail(planned[request_id], reason)
         sampled: list[tuple[Tracked, int]] = []
         for request_id, token_id in zip(done.request_ids, done.token_ids, strict=True):
-            # A request that ended while this step ran has no use for its token (rule 45), nor has one that came since.
+            # Drop the token of a request that ended while this step ran (rule `late-stop`), or that came since.
             if not (given := planned[request_id]).is_over:
                 sampled.append((given, token_id))
                 self._append(given, token_id)
@@ -236,7 +236,7 @@ class Workload:
         self.door.reopen(None)
 
     def preempt(self, request: Tracked, why: str) -> None:
-        """Back to the front of the queue, all tokens kept, all blocks freed (rules 34 to 37)."""
+        """Preempt a request: to the front of the queue, tokens kept, blocks freed (rule `preemption-keeps-tokens`)."""
         now = self.now()
         self.chronicle.note(request, "preempted", why, now)
         self._give_back(request)

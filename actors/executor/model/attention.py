@@ -59,7 +59,7 @@ class PagedAttention:
         self._device = device
         self._blocks = torch.from_numpy(batch.blocks).to(device)
         self._offsets = torch.from_numpy(batch.offsets).to(device)
-        # Blocks begun but not filled: what an earlier owner left in them may be NaN, which no mask keeps out (rule 61).
+        # Partly filled blocks: an earlier owner may have left NaN there, which no mask keeps out (rule `zeroed-pool`).
         begun = np.setdiff1d(batch.blocks[batch.offsets == 0], batch.blocks[batch.offsets == pool.block_size - 1])
         self._begun = torch.from_numpy(begun).to(device) if len(begun) else None
         self._groups = [self._group(sequences) for sequences in _alike(batch.sequences, pool.block_size)]

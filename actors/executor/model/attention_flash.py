@@ -73,7 +73,7 @@ class FlashAttention:
             table[row, : len(each.block_ids)] = each.block_ids
         slots = batch.blocks * pool.block_size + batch.offsets
         # Blocks begun but not filled: what an earlier owner left in them may be NaN, which some versions spread
-        # (rule 61).
+        # (rule `zeroed-pool`).
         begun = np.setdiff1d(batch.blocks[batch.offsets == 0], batch.blocks[batch.offsets == pool.block_size - 1])
         self._begun = torch.from_numpy(begun).to(device) if len(begun) else None
         self._slots = torch.from_numpy(slots).to(device)

@@ -31,7 +31,7 @@ class KVPool:
         self.block_count = block_count
         self.block_size = block_size
         self.kv_heads = kv_heads
-        # Zeros, not garbage: a NaN in a padded slot would spread through the masked softmax (rule 61).
+        # Zeros, not garbage: a NaN in a padded slot would spread through the masked softmax (rule `zeroed-pool`).
         self.keys = [_zeros(shape, dtype, device, is_token_major) for _ in range(layers)]
         self.values = [_zeros(shape, dtype, device, is_token_major) for _ in range(layers)]
 

@@ -71,7 +71,7 @@ class SamplingPlan:
 
 
 def _ends(draw: Draw, eos_token_ids: Many[int]) -> Many[int]:
-    """What would end the request, and cannot be chosen before `min_tokens` (rule 46)."""
+    """What would end the request, and cannot be chosen before `min_tokens` (rule `stop-order`)."""
     return (*draw.sampling.stop_token_ids, *(() if draw.sampling.ignore_eos else eos_token_ids))
 
 

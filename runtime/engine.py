@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 
 import msgspec
 
@@ -21,23 +19,19 @@ from cuelight.client import Result, Stream
 from cuelight.config import EngineConfig, EngineOptions, RequestOptions, check_policy, shown
 from cuelight.conversation import Chat
 from cuelight.drain import check_timeout
-from cuelight.ensemble import Ensemble, gather
+from cuelight.ensemble import Ensemble
 from cuelight.figures import NO_STATS, EngineStats
 from cuelight.health import Health
 from cuelight.kernel import ActorStopped, AskTimeout, System, ask
-from cuelight.lifecycle import Lifecycle
+from cuelight.lifecycle import Lifecycle, RunningEngine
+from cuelight.loaders import FolderLoader, ModelLoader, PartsLoader
 from cuelight.messages.cache import ForgetPrefixes
 from cuelight.messages.intake import SetTenants
 from cuelight.messages.request import RequestId
 from cuelight.messages.scheduler import Explain, Explanation, SetPolicy
-from cuelight.open_requests import OpenRequests
 from cuelight.progress import Progress
-from cuelight.reload import Running, Successor, check_running, find_successor, stand_in
-from cuelight.store import DEFAULT_MODEL, model_path
-from cuelight.submissions import Submissions
-
-if TYPE_CHECKING:
-    from cuelight.actors.executor.batch import Batch
+from cuelight.reload import Running, check_running
+from cuelight.store import DEFAULT_MODEL
 
 B = TypeVar("B")
 
@@ -51,6 +45,7 @@ class Engine:
     Args:
         model: the built-in name, a Hugging Face folder, a `.gguf` file, or a hub id.
         progress: show progress on standard error while the model is fetched, converted and loaded.
+        loader: finds models in place of the names above, for tests and stand-ins.
         options: the fields of `EngineConfig`.
 
     Raises:
@@ -58,39 +53,34 @@ class Engine:
     """
 
     def __init__(
-        self, model: str | os.PathLike[str] = DEFAULT_MODEL, *, progress: bool = False, **options: Unpack[EngineOptions]
+        self,
+        model: str | os.PathLike[str] = DEFAULT_MODEL,
+        *,
+        progress: bool = False,
+        loader: ModelLoader | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
         self._config = config = EngineConfig.of(options)
         self._availability = Availability()
-        self._open = OpenRequests(ended_max=config.queue_limit if config.resume else 0)
-        self._requests = Submissions(config, self._open, self._availability)
-        self._lifecycle = Lifecycle(str(model), Progress(progress), self._availability, self._requests)
-        self._lifecycle.play(config, partial(_find_model, model, progress), find_successor)
+        loader = loader or FolderLoader(model, progress=progress)
+        self._lifecycle = Lifecycle(str(model), config, loader, Progress(progress), self._availability)
 
     @classmethod
     def from_ensemble(
         cls,
         name: str,
-        gather: Callable[[EngineConfig], Ensemble[B]],
-        others: Callable[[str, EngineConfig], Ensemble[B]] | None = None,
+        load: Callable[[EngineConfig], Ensemble[B]],
+        load_next: Callable[[str, EngineConfig], Ensemble[B]] | None = None,
         **options: Unpack[EngineOptions],
     ) -> Self:
-        """An engine that plays what `gather` returns in place of a model's folder; it is called on a thread.
+        """Return an engine over the parts that `load` returns in place of a model's folder; it is called on a thread.
 
-        So is `others`, for the name that a reload asks for; it raises ModelUnavailable for one that it does not know.
+        `load_next` is called likewise with the name that a reload asks for; it raises ModelUnavailable for a name that
+        it does not have.
         """
-        engine = cls(name, **options)
-        config = engine._config
-        if config.executor == "auto":  # a stand-in has no device, nor can every one be sent to a process
-            config = replace(config, executor="thread")
-
-        def find_other(model: object, config: EngineConfig) -> Successor:
-            if others is None:
-                raise errors.ModelUnavailable(f"this engine stands for {name!r} and knows no other model")
-            return stand_in(str(model), others(str(model), config), config, tokenizer=name)
-
-        engine._lifecycle.play(config, lambda config: (gather(config), None), find_other)
-        return engine
+        if options.get("executor", "auto") == "auto":  # a stand-in has no device, nor can each be sent to a process
+            options["executor"] = "thread"
+        return cls(name, loader=PartsLoader(name, load, load_next), **options)
 
     async def start(self) -> None:
         """Find the model, load it, and open for requests. What it is still at is logged as a warning once a minute.
@@ -146,7 +136,7 @@ class Engine:
         recompute = check_running(running)
         self._availability.check()
         self._availability.check_not_draining()
-        await self._lifecycle.models.change(model, recompute, self._availability.check)
+        await self._running.models.change(model, recompute, self._availability.check)
 
     def resume(self, request_id: int, position: int = 0, *, tenant: str = "") -> Stream:
         """Pick up a request that an earlier process had accepted: its output from the token at `position` on.
@@ -172,17 +162,25 @@ class Engine:
         self._availability.check()
         if position < 0:
             raise errors.BadPosition(f"position is {shown(position)}; it must be at least 0")
-        return self._requests.resume(RequestId(request_id), position, tenant)
+        return self._running.requests.resume(RequestId(request_id), position, tenant)
 
     @property
     def unclaimed(self) -> tuple[int, ...]:
         """The ids of requests of an earlier process that nobody has picked up yet."""
-        return self._requests.unclaimed
+        running = self._lifecycle.running
+        return () if running is None else running.requests.unclaimed
+
+    @property
+    def _running(self) -> RunningEngine:
+        """Raises EngineUnavailable where the engine does not serve."""
+        self._availability.check_open()
+        assert self._lifecycle.running is not None, "an engine that serves has been put together"
+        return self._lifecycle.running
 
     @property
     def system(self) -> System | None:
         """The actors' system, for those who look at it from outside; None before the start."""
-        return self._lifecycle.system
+        return None if self._lifecycle.running is None else self._lifecycle.running.system
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -203,8 +201,8 @@ class Engine:
             RequestRejected: one of its kinds; see `cuelight.errors`.
             EngineUnavailable: not started, closed, or broken.
         """
-        self._requests.check_new(1)
-        return self._requests.submit(self._requests.read(prompt, options))
+        self._running.requests.check_new(1)
+        return self._running.requests.submit(self._running.requests.read(prompt, options))
 
     async def generate(self, prompt: object, **options: Unpack[RequestOptions]) -> Result:
         """Submit a request and wait for its whole output. Raises as `stream` does, and RequestFailed."""
@@ -221,8 +219,8 @@ class Engine:
         limit = self._config.queue_limit
         if not 1 <= count <= limit:
             raise errors.BadSampling(f"count is {shown(count)}; it must be from 1 to the queue limit, {limit}")
-        self._requests.check_new(count)
-        return self._requests.samples(self._requests.read(prompt, options), count)
+        self._running.requests.check_new(count)
+        return self._running.requests.samples(self._running.requests.read(prompt, options), count)
 
     async def generate_many(
         self, prompts: Iterable[object], *, progress: bool = False, **options: Unpack[RequestOptions]
@@ -238,7 +236,7 @@ class Engine:
             listed = None
         if listed is None:
             raise errors.WrongType(f"prompts must be a list of prompts, and it is of type {type(prompts).__name__}")
-        return await self._requests.serve_all(tuple(listed), options, progress=progress)
+        return await self._running.requests.serve_all(tuple(listed), options, progress=progress)
 
     def chat(self, system: str | None = None, **options: Unpack[RequestOptions]) -> Chat:
         """A conversation that remembers; `options` hold for each answer. The prefix cache keeps its K/V."""
@@ -246,8 +244,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Figures of this moment. All zero before the start."""
-        board = self._lifecycle.board
-        return NO_STATS if board is None else board.stats()
+        running = self._lifecycle.running
+        return NO_STATS if running is None else running.board.stats()
 
     def health(self) -> Health:
         """What the engine is doing, what has crashed, and how long the last recovery took. Never raises."""
@@ -259,7 +257,7 @@ class Engine:
         Raises EngineUnavailable and EngineBusy.
         """
         self._check_room()
-        self._lifecycle.cache.tell(ForgetPrefixes())
+        self._running.system.find(self._running.roles.cache).tell(ForgetPrefixes())
 
     def set_policy(
         self, policy: str, *, aging_seconds: float = 10.0, tenant_weights: Mapping[str, float] | None = None
@@ -272,9 +270,10 @@ class Engine:
         self._check_room()
         weights = tuple((tenant_weights or {}).items())
         tenants = SetTenants(None if tenant_weights is None else tuple(tenant_weights))
+        intake = self._running.system.find(self._running.roles.intake)
         for order in (tenants, SetPolicy(policy, float(aging_seconds), weights)):
-            self._open.order(order)
-            self._lifecycle.intake.tell(order)
+            self._lifecycle.open_requests.order(order)
+            intake.tell(order)
 
     async def explain(self, request_id: int, timeout_seconds: float = 10.0) -> Explanation:
         """A request's life: when it was admitted, preempted or ended, and what kept it waiting, with reasons.
@@ -286,25 +285,18 @@ class Engine:
             raise errors.WrongType(f"request_id must be a number, and it is of type {type(request_id).__name__}")
         self._check_room()
         try:
-            told: Explanation = await ask(
-                self._lifecycle.scheduler, partial(Explain, RequestId(request_id)), timeout_seconds
-            )
+            scheduler = self._running.system.find(self._running.roles.scheduler)
+            told: Explanation = await ask(scheduler, partial(Explain, RequestId(request_id)), timeout_seconds)
         except (ActorStopped, AskTimeout) as error:
             self._availability.check()  # it was stopped meanwhile
             raise errors.EngineBusy(f"no answer within {shown(timeout_seconds)} s") from error
-        if told.state == "unknown" and request_id in self._open:  # it has not come that far yet
+        if told.state == "unknown" and request_id in self._lifecycle.open_requests:  # it has not come that far yet
             return msgspec.structs.replace(told, state="waiting")
         return told
 
     def _check_room(self) -> None:
         """Questions and orders come on top of what the scheduler's mailbox is made for."""
         self._availability.check()
-        assert self.system is not None
-        mailboxes = self.system.statistics()
+        mailboxes = self._running.system.statistics()
         if max(mailboxes[name].length for name in ("cache", "scheduler", "intake")) >= CONTROL_MESSAGES_MAX:
             raise errors.EngineBusy("too many questions and orders wait for an answer already; try again")
-
-
-def _find_model(model: str | os.PathLike[str], progress: bool, config: EngineConfig) -> tuple[Ensemble[Batch], Path]:
-    folder = model_path(model, progress=progress)
-    return gather(folder, config), folder

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Never, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, Never, TypeVar
 
 from cuelight.actors.cache.actor import CacheManager
 from cuelight.actors.detokenizer.actor import Detokenizer
@@ -49,10 +49,6 @@ EXECUTOR_RESTART_POLICY = RestartPolicy(
 )
 """The scheduler gives up sooner where nothing comes of it."""
 
-Casting: TypeAlias = Callable[["EngineConfig", "Roles", Address[ObserverMessage], "Lead"], tuple[ActorSpec[Never], ...]]
-"""Finds all that an engine plays with and gives the parts. Blocks, so it is called on a thread."""
-
-
 TOKEN_BUDGET_CPU = 256
 TOKEN_BUDGET_GPU = 2048
 
@@ -77,12 +73,7 @@ class Ensemble(Generic[B]):
     """Outlives executors, until it is given back."""
 
 
-def casting(gather: Callable[[EngineConfig], Ensemble[B]]) -> Casting:
-    """The five parts over what `gather` finds: a model's folder, or a stand-in for one."""
-    return lambda config, cast, observer, lead: assemble(gather(config), config, cast, observer, lead)
-
-
-def gather(folder: Path, config: EngineConfig) -> Ensemble[Batch]:
+def load_parts(folder: Path, config: EngineConfig) -> Ensemble[Batch]:
     """Read the model folder's facts and tokenizer. Blocks. Raises ModelUnavailable."""
     facts = read_facts(folder)
 
@@ -218,16 +209,15 @@ def roles(config: EngineConfig) -> Roles:
     )
 
 
-def assemble(
+def actor_specs(
     ensemble: Ensemble[B],
     config: EngineConfig,
     cast: Roles,
     observer: Address[ObserverMessage],
-    lead: Lead | None = None,
+    lead: Lead,
 ) -> tuple[ActorSpec[Never], ...]:
     """The five parts. `lead` is what changes when another model takes over."""
     facts = ensemble.facts
-    lead = lead or Lead(cast.executor)
     lead.eos_token_ids, lead.lasting = frozenset(facts.eos_token_ids), ensemble.lasting
     longest = context_length(facts, config)
     intake_limits = Limits(facts.vocab_size, longest, config.queue_limit, config.tenants, config.isolate_tenants)

@@ -7,9 +7,9 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Never, TypeVar
+from typing import Never
 
 from cuelight import errors
 from cuelight.actors.executor.phases import Phases
@@ -18,20 +18,19 @@ from cuelight.availability import Availability, broken, closed
 from cuelight.board import Alarms, Board
 from cuelight.config import EngineConfig
 from cuelight.drain import Drain
-from cuelight.ensemble import Ensemble, Lead, casting, lives_in_process, roles
-from cuelight.fingerprint import Fingerprint, fingerprint
+from cuelight.ensemble import Lead, Roles, lives_in_process, roles
 from cuelight.health import HealthRecord
 from cuelight.kernel import ActorCrashed, ActorSpec, NotSendable, System, get_logger
 from cuelight.kernel.journal import Journal
+from cuelight.loaders import ModelLoader
+from cuelight.open_requests import OpenRequests
+from cuelight.origin import Origin
 from cuelight.past import Past
 from cuelight.progress import Progress
 from cuelight.record import Record, begin
-from cuelight.reload import LINGER_SECONDS, Models, Stage, Successor
-from cuelight.replay import Origin
+from cuelight.reload import LINGER_SECONDS, Models, ReloadTarget
 from cuelight.submissions import Submissions
 from cuelight.threads import in_thread
-
-B = TypeVar("B")
 
 log = get_logger("cuelight.engine")
 
@@ -39,42 +38,39 @@ REMIND_SECONDS = 60.0
 """People are told so often what a start is still at."""
 
 
+@dataclass(frozen=True)
+class RunningEngine:
+    """The parts of an engine that exist once its model has been found: the actors' system and what surrounds it."""
+
+    roles: Roles
+    system: System
+    board: Board
+    models: Models
+    requests: Submissions
+    journal: Journal | Record | None
+
+
 class Lifecycle:
     """From nothing to a system that serves, and back; a crash or a host that cancels all tasks may end it as well."""
 
-    def __init__(self, name: str, progress: Progress, availability: Availability, requests: Submissions) -> None:
-        """What is to be played is said by `play`."""
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        loader: ModelLoader,
+        progress: Progress,
+        availability: Availability,
+    ) -> None:
         self.health = HealthRecord(time.monotonic)
-        self.system: System | None = None
-        self.board: Board | None = None
+        self.open_requests = OpenRequests(config.queue_limit if config.resume else 0, config.resume_seconds)
+        self.running: RunningEngine | None = None
         self._name = name
+        self._config = config
+        self._loader = loader
         self._progress = progress
         self._availability = availability
-        self._requests = requests
-        self._origin: Origin | None = None
-        self._journal: Journal | Record | None = None
         self._is_broken = False
         self._farewell: asyncio.Task[None] | None = None
-
-    def play(
-        self,
-        config: EngineConfig,
-        find: Callable[[EngineConfig], tuple[Ensemble[B], Path | None]],
-        find_other: Callable[[object, EngineConfig], Successor],
-    ) -> None:
-        """What `find` finds, and the folder that it is from, is to be played; `find_other` is for reloads."""
-
-        def gather(config: EngineConfig) -> Ensemble[B]:
-            """And leave behind what a journal must say of it."""
-            ensemble, folder = find(config)
-            # Only for the sake of a journal, or of a reload, which does it then.
-            mark = Fingerprint(self._name, self._name) if folder is None else fingerprint(folder)
-            self._origin = Origin(self._name, folder, config, ensemble.facts, mark)
-            return ensemble
-
-        self._config = config
-        self._casting = casting(gather)
-        self.models = Models(config, find_other)
 
     async def start(self) -> None:
         """Raises as `Engine.start`; then nothing is left."""
@@ -92,29 +88,37 @@ class Lifecycle:
             raise
 
     async def _start(self, phases: Phases) -> None:
-        self._loop = asyncio.get_running_loop()
-        alarms = Alarms(self._requests.repeat_soon, self._gave_up, self._progress.phase, self._progress.note)
-        self.board = board = Board(self.health, alarms)
         self.health.loading("find model")
         with phases("find model"):
-            self._cast = cast = roles(self._config)
+            board = Board(self.health, Alarms(self._resend, self._gave_up, self._progress.phase, self._progress.note))
+            cast = roles(self._config)
             lead = Lead(cast.executor)
-            parts = await in_thread(partial(self._casting, self._config, cast, board, lead))
+            origin, specs = await in_thread(partial(self._find, cast, board, lead))
             self._availability.check_starting()
-        past = await self._begin_journal()
+        journal, past = await self._begin_journal(origin)
+        system = self._make_system(specs, journal)
+        self.running = running = self._put_together(cast, system, board, lead, origin, journal)
         self._availability.check_starting()
         self.health.loading("start actors")
         with phases("start actors"):
-            system = await self._start_system(parts)
-        self.models.begin(Stage(system, cast, lead), self._origin, self._taken_over)
-        self.intake, self.scheduler = system.find(cast.intake), system.find(cast.scheduler)
-        self.cache = system.find(cast.cache)
-        self._requests.begin(self.intake, self._flush)
+            await self._start_system(system)
         with phases("load model"):
             ready = await asyncio.shield(board.ready)  # which actors tell of, even where nobody waits any more
         self._availability.check_starting()
-        self._open(past)
+        self._open(running, past)
         log.info("engine_ready", model=self._name, token_capacity=ready.token_capacity, **phases.facts())
+
+    def _find(self, cast: Roles, board: Board, lead: Lead) -> tuple[Origin, tuple[ActorSpec[Never], ...]]:
+        """Find the model and the actors that serve it. Blocks."""
+        found = self._loader.find(self._config)
+        return found.origin, found.build_actors(self._config, cast, board, lead)
+
+    def _put_together(
+        self, cast: Roles, system: System, board: Board, lead: Lead, origin: Origin, journal: Journal | Record | None
+    ) -> RunningEngine:
+        requests = Submissions(self._config, self.open_requests, self._availability, system, cast.intake, self._flush)
+        models = Models(ReloadTarget(system, cast, lead), origin, self._loader, self._switched)
+        return RunningEngine(cast, system, board, models, requests, journal)
 
     @contextmanager
     def _reminding(self) -> Iterator[None]:
@@ -135,23 +139,24 @@ class Lifecycle:
         finally:
             reminder.cancel()
 
-    async def _begin_journal(self) -> Past | None:
-        """The journal, if there is to be one, and what an earlier process has left in it."""
-        if self._config.journal is None or self._origin is None:
-            return None
-        work = partial(begin, self._origin, self._loop.time, self._requests.unfinished)
-        self._journal, past = await in_thread(work, too_late=_close_begun)
-        return past
+    async def _begin_journal(self, origin: Origin) -> tuple[Journal | Record | None, Past | None]:
+        """Open the journal, if there is to be one, and read what an earlier process has left in it."""
+        if self._config.journal is None:
+            return None, None
+        work = partial(begin, origin, asyncio.get_running_loop().time, self.open_requests.unfinished)
+        return await in_thread(work, too_late=_close_begun)
 
-    async def _start_system(self, parts: tuple[ActorSpec[Never], ...]) -> System:
-        self.system = system = System(
-            parts,
+    def _make_system(self, specs: tuple[ActorSpec[Never], ...], journal: Journal | Record | None) -> System:
+        return System(
+            specs,
             chance=random.Random(self._config.seed),
-            tap=self._journal,
+            tap=journal,
             on_crash=self._one_crashed,
             on_failure=self._crashed,
             on_end=self._actors_ended,
         )
+
+    async def _start_system(self, system: System) -> None:
         try:
             async with asyncio.timeout(REPORT_SECONDS):
                 await system.start()
@@ -162,14 +167,13 @@ class Lifecycle:
             raise errors.ConfigError(str(error)) from error
         except ActorCrashed as crash:
             raise broken(crash) from crash
-        return system
 
-    def _open(self, past: Past | None) -> None:
-        """Serve, first of all those whom an earlier process had not finished."""
-        if isinstance(self._journal, Record):
-            self._journal.settle()
+    def _open(self, running: RunningEngine, past: Past | None) -> None:
+        """Serve, first of all the requests that an earlier process had not finished."""
+        if isinstance(running.journal, Record):
+            running.journal.settle()
         if past is not None:
-            self._requests.go_on(past)
+            running.requests.go_on(past)
         self._availability.open()
         self.health.enter("serving")
 
@@ -177,15 +181,16 @@ class Lifecycle:
         """As `Engine.stop`."""
         self._ended()
         self.health.enter("closed")
-        if self.system is not None:
+        if self.running is not None:
             # What is being computed is for nobody, so a process need not be waited for.
             is_apart = lives_in_process(self._config)
-            await self.system.stop(drop=True, timeout_seconds=LINGER_SECONDS if is_apart else None)
+            await self.running.system.stop(drop=True, timeout_seconds=LINGER_SECONDS if is_apart else None)
         self._close_journal()
 
     async def drain(self, seconds: float) -> int:
         """As `Engine.drain`."""
-        availability, requests = self._availability, self._requests
+        assert self.running is not None, "the caller has checked that the engine serves"
+        availability, requests = self._availability, self.running.requests
         availability.drain = Drain(lambda: requests.are_over)
         self.health.enter("draining")
         try:
@@ -200,20 +205,25 @@ class Lifecycle:
         await self.stop()
         return left
 
-    def _taken_over(self, origin: Origin) -> None:
-        """Another model serves."""
-        self._origin, self._name = origin, origin.name
-        if isinstance(self._journal, Record):
-            self._journal.taken_over(origin)
+    def _switched(self, origin: Origin) -> None:
+        """Record that another model serves."""
+        self._name = origin.name
+        if self.running is not None and isinstance(self.running.journal, Record):
+            self.running.journal.taken_over(origin)
+
+    def _resend(self) -> None:
+        """Send a new intake all requests again."""
+        if self.running is not None:
+            self.running.requests.repeat_soon()
 
     def _one_crashed(self, crash: ActorCrashed) -> None:
         """An actor is gone, and mostly another one comes."""
-        assert self.board is not None
+        assert self.running is not None, "actors start after the engine was put together"
         self.health.crashed(crash)
-        self.board.life_over(crash.actor)
-        if crash.actor == self._cast.scheduler.name:
-            self._loop.call_soon(self.models.repeat)
-        self._requests.hear_of_crash(crash)
+        self.running.board.life_over(crash.actor)
+        if crash.actor == self.running.roles.scheduler.name:
+            asyncio.get_running_loop().call_soon(self.running.models.repeat)
+        self.running.requests.hear_of_crash(crash)
 
     def _crashed(self, crash: ActorCrashed) -> None:
         """An actor is gone for good: whoever waits must hear of it."""
@@ -223,13 +233,13 @@ class Lifecycle:
 
     def _gave_up(self, reason: str) -> None:
         """Nobody will be served any more, so all that was taken up for it is given back."""
-        assert self.system is not None
+        assert self.running is not None
         self._is_broken = True
         self.health.enter("unavailable", reason)
         log.error("gave_up", reason=reason)
         self._end_service(lambda: errors.EngineGaveUp(reason))
-        stopping = self.system.stop(drop=True, timeout_seconds=LINGER_SECONDS)
-        self._farewell = self._loop.create_task(stopping, name="cuelight farewell")
+        stopping = self.running.system.stop(drop=True, timeout_seconds=LINGER_SECONDS)
+        self._farewell = asyncio.get_running_loop().create_task(stopping, name="cuelight farewell")
 
     def _actors_ended(self) -> None:
         self._ended()
@@ -237,12 +247,12 @@ class Lifecycle:
 
     def _flush(self) -> None:
         """If this process is killed, the next one must know all that a client has been given."""
-        if isinstance(self._journal, Record):
-            self._journal.flush()
+        if self.running is not None and isinstance(self.running.journal, Record):
+            self.running.journal.flush()
 
     def _close_journal(self) -> None:
-        if self._journal is not None:
-            self._journal.close()
+        if self.running is not None and self.running.journal is not None:
+            self.running.journal.close()
 
     def _ended(self) -> None:
         """Nobody serves any more, whether it was `stop` that said so or a host that cancelled all tasks."""
@@ -253,11 +263,11 @@ class Lifecycle:
     def _end_service(self, reason: Callable[[], errors.EngineUnavailable]) -> None:
         """Tell every client, from now on and those that wait, each with an exception of its own."""
         self._availability.end(reason)
-        if self.board is not None:
-            self.board.fail(reason())
-            self.board.clear()
-        self._requests.end(reason)
-        self.models.end(reason)
+        if self.running is not None:
+            self.running.board.fail(reason())
+            self.running.board.clear()
+            self.running.requests.end(reason)
+            self.running.models.end(reason)
 
 
 def _close_begun(begun: tuple[Journal | Record | None, Past | None]) -> None:

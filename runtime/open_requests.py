@@ -24,8 +24,10 @@ _RECOLLECTIONS = (RestoreState, Histories, Streams)
 class OpenRequests:
     """Requests from their submission to their end, oldest first, and the orders that hold for all of them."""
 
-    def __init__(self, ended_max: int = 0) -> None:
-        """Of those that have ended, up to `ended_max` are remembered for `unfinished`."""
+    def __init__(self, ended_max: int = 0, recent_seconds: float = 0.0) -> None:
+        """Up to `ended_max` requests that ended within `recent_seconds` are kept for `unfinished`."""
+        self.next_id = 1
+        self._recent_seconds = recent_seconds
         self._ended: deque[tuple[Submit, Inbox]] = deque(maxlen=ended_max)
         self._inboxes: dict[RequestId, Inbox] = {}
         self._submits: dict[RequestId, Submit] = {}
@@ -47,11 +49,17 @@ class OpenRequests:
         ):
             self._ended.append((submit, inbox))
 
-    def unfinished(self, now: float, recent_seconds: float) -> tuple[Carried, ...]:
-        """What another process would have to know: all whose clients have not left, and what has just ended."""
-        over = [_carried(*each, now) for each in self._ended if now - (each[1].ended_at or now) <= recent_seconds]
+    def new_id(self) -> RequestId:
+        """Return an id that no other request has."""
+        request_id, self.next_id = RequestId(self.next_id), self.next_id + 1
+        return request_id
+
+    def unfinished(self, now: float) -> tuple[int, tuple[Carried, ...]]:
+        """Return what another process needs: the next id, and the requests that live or have just ended."""
+        recent = [each for each in self._ended if now - (each[1].ended_at or now) <= self._recent_seconds]
+        over = [_carried(*each, now) for each in recent]
         live = [_carried(submit, self._inboxes[request_id], now) for request_id, submit in self._submits.items()]
-        return (*over, *(each for each in live if not self._inboxes[each.request_id].over))
+        return self.next_id, (*over, *(each for each in live if not self._inboxes[each.request_id].over))
 
     def order(self, order: SetTenants | SetPolicy) -> None:
         """This holds from now on, in place of the order of its kind before."""

@@ -20,8 +20,8 @@ import msgspec
 from cuelight.errors import ConfigError, WrongJournal
 from cuelight.kernel import Event, JournalError, get_logger
 from cuelight.kernel.journal import Journal
+from cuelight.origin import Origin, about
 from cuelight.past import Carried, Header, Past, read_past
-from cuelight.replay import Origin, about
 
 if sys.platform != "win32":
     import fcntl
@@ -29,8 +29,8 @@ if sys.platform != "win32":
 BYTES_MAX: Final = 64 * 1024**2
 """A journal that is to be gone on from is begun anew when it is longer, or twice as long as its header."""
 
-Unfinished: TypeAlias = Callable[[], tuple[int, tuple[Carried, ...]]]
-"""The next request's id, and all requests that have not ended."""
+Unfinished: TypeAlias = Callable[[float], tuple[int, tuple[Carried, ...]]]
+"""The next request's id and all requests that have not ended, at a time of the loop's clock."""
 
 log = get_logger("cuelight.engine")
 
@@ -73,9 +73,10 @@ class Record:
         before = self._journal
         if before.error is not None or before.is_closed:
             return
-        next_id, carried = self._unfinished()
+        now = self._clock()
+        next_id, carried = self._unfinished(now)
         try:
-            self._journal = _replacing(before.path, self._origin, self._clock(), next_id, carried)
+            self._journal = _replacing(before.path, self._origin, now, next_id, carried)
         except JournalError as error:
             log.warning("journal_not_begun_anew", path=str(before.path), error=str(error))
         else:

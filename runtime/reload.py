@@ -7,56 +7,25 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, TypeAlias, TypeVar, assert_never
+from typing import Final, Literal, TypeAlias, assert_never
 
 from cuelight import errors
-from cuelight.actors.executor.building import load_model
 from cuelight.actors.executor.lasting import LastingMemory
-from cuelight.config import EngineConfig, is_one_of, read_facts, shown
-from cuelight.ensemble import Ensemble, Lead, Roles, executor_spec, lasting_memory, load_options
-from cuelight.fingerprint import Fingerprint, fingerprint
+from cuelight.config import is_one_of, shown
+from cuelight.ensemble import Lead, Roles
 from cuelight.kernel import ActorSpec, Address, NotSendable, Role, System
+from cuelight.loaders import ModelLoader, NextModel
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.observer import Switched, SwitchFailed
-from cuelight.messages.scheduler import CancelSwitch, SchedulerMessage, Switch
-from cuelight.replay import Origin
-from cuelight.store import model_path
+from cuelight.messages.scheduler import CancelSwitch, Switch
+from cuelight.origin import Origin
 from cuelight.threads import in_thread
-
-B = TypeVar("B")
 
 Running: TypeAlias = Literal["finish", "recompute"]
 RUNNING: Final = ("finish", "recompute")
 
 LINGER_SECONDS: Final = 5.0
 """For an executor's process to end in order; then it is killed."""
-
-ExecutorSpec: TypeAlias = Callable[[Role[ExecutorMessage], Role[SchedulerMessage]], ActorSpec[ExecutorMessage]]
-
-
-@dataclass(frozen=True)
-class Successor:
-    """A model that may take over: what must be known of it, and the executor that would load it."""
-
-    origin: Origin
-    part: ExecutorSpec
-    lasting: LastingMemory | None = None
-
-
-def find_successor(model: object, config: EngineConfig) -> Successor:
-    """Find a model. Blocks. Raises ModelUnavailable."""
-    folder = model_path(model)  # type: ignore[arg-type]  # which says what may be given
-    facts = read_facts(folder)
-    load, lasting = partial(load_model, load_options(folder, config, facts)), lasting_memory(config)
-    origin = Origin(str(model), folder, config, facts, fingerprint(folder))
-    return Successor(origin, partial(executor_spec, load, lasting, config), lasting)
-
-
-def stand_in(name: str, ensemble: Ensemble[B], config: EngineConfig, tokenizer: str) -> Successor:
-    """An ensemble in place of a model's folder."""
-    origin = Origin(name, None, config, ensemble.facts, Fingerprint(tokenizer, name))
-    part = partial(executor_spec, ensemble.load_device, ensemble.lasting, config)
-    return Successor(origin, part, ensemble.lasting)
 
 
 def check_running(running: object) -> bool:
@@ -78,35 +47,34 @@ def check_same_tokens(present: Origin, other: Origin) -> None:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Where a change of models happens."""
+class ReloadTarget:
+    """The actors' system, and its executor, which a reload replaces."""
 
     system: System
-    cast: Roles
+    roles: Roles
     lead: Lead
 
 
 class Models:
     """The models of one engine, one after the other: at most one at a time is to take over."""
 
-    def __init__(self, config: EngineConfig, find: Callable[[object, EngineConfig], Successor]) -> None:
-        self._config = config
-        self._find = find
-        self._stage: Stage | None = None
-        self._origin: Origin | None = None
-        self._taken_over: Callable[[Origin], None] = lambda _: None
+    def __init__(
+        self, target: ReloadTarget, origin: Origin, loader: ModelLoader, on_switched: Callable[[Origin], None]
+    ) -> None:
+        """`origin` is that of the first model. `on_switched` is called for each later one, within a handler."""
+        self._target = target
+        self._origin = origin
+        self._config = origin.config
+        self._loader = loader
+        self._on_switched = on_switched
         self._is_busy = False
         self._reload: Reload | None = None
         self._executors = 1
 
-    def begin(self, stage: Stage, origin: Origin | None, taken_over: Callable[[Origin], None]) -> None:
-        """The first one is there. `taken_over` is told of each one that takes over, within a handler."""
-        self._stage, self._origin, self._taken_over = stage, origin, taken_over
-
     @property
-    def serving(self) -> str | None:
-        """The executor's name, which is another one after each change; None before the first one is there."""
-        return None if self._stage is None else self._stage.lead.executor.name
+    def serving(self) -> str:
+        """The name of the executor that serves; each switch changes it."""
+        return self._target.lead.executor.name
 
     async def change(self, model: object, recompute: bool, check_available: Callable[[], None]) -> None:
         """Find and load another one, and wait until it has taken over. `check_available` raises where nobody serves.
@@ -117,9 +85,8 @@ class Models:
             raise errors.ReloadBusy("another model is being loaded already")
         self._is_busy = True
         try:
-            other = await in_thread(partial(self._find, model, self._config))
+            other = await in_thread(partial(self._loader.find_next, model, self._config))
             check_available()
-            assert self._origin is not None, "an engine that serves has found its model"
             check_same_tokens(self._origin, other.origin)
             self._reload = reload = self._begin_reload(other, recompute)
         finally:
@@ -130,10 +97,9 @@ class Models:
             reload.call_off()
             raise
 
-    def _begin_reload(self, other: Successor, recompute: bool) -> Reload:
-        assert self._stage is not None
+    def _begin_reload(self, other: NextModel, recompute: bool) -> Reload:
         self._executors += 1
-        role = new_role(self._stage.cast.executor, self._executors)
+        role = new_role(self._target.roles.executor, self._executors)
         facts, mark = other.origin.facts, other.origin.fingerprint
         context_length = min(facts.context_length, self._config.context_length or facts.context_length)
 
@@ -144,11 +110,11 @@ class Models:
             self._reload, self._is_busy = None, False
             if is_done:
                 self._origin = other.origin
-                self._taken_over(other.origin)
+                self._on_switched(other.origin)
 
         try:
-            part = other.part(role, self._stage.cast.scheduler)
-            return Reload(self._stage, part, other.lasting, switch, over)
+            spec = other.build_executor(role, self._target.roles.scheduler)
+            return Reload(self._target, spec, other.lasting, switch, over)
         except NotSendable as error:
             raise errors.ConfigError(str(error)) from error
 
@@ -161,8 +127,7 @@ class Models:
         """The engine serves nobody any more."""
         if self._reload is not None:
             self._reload.end(reason())
-        if self._stage is not None:
-            self._stage.lead.release()
+        self._target.lead.release()
 
 
 class Reload:
@@ -170,8 +135,8 @@ class Reload:
 
     def __init__(
         self,
-        stage: Stage,
-        part: ActorSpec[ExecutorMessage],
+        target: ReloadTarget,
+        spec: ActorSpec[ExecutorMessage],
         lasting: LastingMemory | None,
         switch: Callable[[Address[Switched | SwitchFailed]], Switch],
         on_over: Callable[[bool], None],
@@ -180,10 +145,10 @@ class Reload:
 
         Raises NotSendable where the executor cannot be begun.
         """
-        self._system = stage.system
-        self._scheduler = stage.system.find(stage.cast.scheduler)
-        self._lead = stage.lead
-        self._part = part
+        self._system = target.system
+        self._scheduler = target.system.find(target.roles.scheduler)
+        self._lead = target.lead
+        self._spec = spec
         self._lasting = lasting
         """Of the executor that is not needed, in the end."""
         self._switch = switch(self)
@@ -191,7 +156,7 @@ class Reload:
         self._loop = asyncio.get_running_loop()
         self._is_over = self._is_called_off = False
         self.outcome: asyncio.Future[None] = self._loop.create_future()
-        self._system.spawn(part)
+        self._system.spawn(spec)
         self.repeat()
 
     def repeat(self) -> None:
@@ -213,13 +178,13 @@ class Reload:
         self._is_over = True
         match message:
             case Switched():
-                leaving, self._lead.executor = self._lead.executor, self._part.role
+                leaving, self._lead.executor = self._lead.executor, self._spec.role
                 self._lasting, self._lead.lasting = self._lead.lasting, self._lasting
                 self._lead.eos_token_ids = frozenset(self._switch.eos_token_ids)
                 self._lead.context_length = self._switch.context_length
                 self._settle(None)
             case SwitchFailed(reason=reason, is_mismatch=is_mismatch):
-                leaving = self._part.role
+                leaving = self._spec.role
                 self._settle(errors.ModelMismatch(reason) if is_mismatch else errors.ModelUnavailable(reason))
             case _:
                 assert_never(message)

@@ -1,75 +1,29 @@
-"""An engine's journal: what it says about the engine, and one actor's inbox fed to an actor like it again."""
+"""Replay of an engine's journal: the messages of one actor, sent to an actor like it again."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import Final
-
-import msgspec
 
 from cuelight.actors.executor.actor import ExecutorInbox
 from cuelight.actors.executor.device import Device
 from cuelight.actors.intake.actor import IntakeInbox
 from cuelight.actors.scheduler.actor import SchedulerInbox
-from cuelight.config import EngineConfig, ModelFacts
-from cuelight.ensemble import Ensemble, assemble, gather, roles
+from cuelight.ensemble import Ensemble, Lead, actor_specs, load_parts, roles
 from cuelight.errors import ConfigError
-from cuelight.fingerprint import NO_FINGERPRINT, Fingerprint
 from cuelight.kernel import JournalError
-from cuelight.kernel.journal import Journal
 from cuelight.kernel.records import read_journal
 from cuelight.kernel.replay import Difference, Replay
 from cuelight.kernel.replay import replay as replay_part
 from cuelight.messages.observer import ObserverMessage
 from cuelight.messages.request import Prompt
+from cuelight.origin import Origin, read_origin
+from cuelight.stub_model import STUB_NAME, stub_ensemble
 
 SHOWN_CHARS: Final = 400
 """Of a message that differs, so much is shown."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What an engine's actors were built from. A stand-in for a model has a name and no folder."""
-
-    name: str
-    folder: Path | None
-    config: EngineConfig
-    facts: ModelFacts
-    fingerprint: Fingerprint = NO_FINGERPRINT
-
-
-def open_journal(origin: Origin) -> Journal | None:
-    """The journal that the configuration asks for, if it does. Raises ConfigError where it cannot be created."""
-    path = origin.config.journal
-    if path is None:
-        return None
-    try:
-        return Journal(path, about=about(origin))
-    except JournalError as error:
-        raise ConfigError(str(error)) from error
-
-
-def about(origin: Origin) -> dict[str, object]:
-    """What a journal says of the engine, for a replay."""
-    import importlib.metadata
-
-    plain = replace(origin.config, journal=None, resume=False)
-    config = {name: value for name, value in asdict(plain).items() if value is not None}
-    return {
-        "cuelight": importlib.metadata.version("cuelight"),
-        "name": origin.name,
-        "folder": None if origin.folder is None else str(origin.folder),
-        "config": msgspec.to_builtins(config, enc_hook=_plain),
-        "facts": asdict(origin.facts),
-    }
-
-
-def _plain(value: object) -> float | str:
-    """NumPy's floats and strings are accepted as options, too."""
-    return float(value) if isinstance(value, float) else str(value)
 
 
 def replay(path: str, actor: str) -> int:
@@ -89,30 +43,14 @@ def replay(path: str, actor: str) -> int:
 
 def _replay(path: str, actor: str) -> Replay:
     journal = read_journal(path)
-    origin = _origin(journal.about, path)
+    origin = read_origin(journal.about, path)
     cast = roles(origin.config)
     names = asdict(cast)
     if actor not in names:
         raise JournalError(f"an engine has no actor {actor!r}: it has {', '.join(names)}")
-    parts = assemble(_ensemble(origin, actor), origin.config, cast, _Nobody())
+    parts = actor_specs(_ensemble(origin, actor), origin.config, cast, _Nobody(), Lead(cast.executor))
     part = next(part for part in parts if part.role.name == actor)
     return replay_part(journal, part, (IntakeInbox, ExecutorInbox, SchedulerInbox), [each.role for each in parts])
-
-
-class _About(msgspec.Struct):
-    name: str
-    folder: str | None
-    config: dict[str, object]
-    facts: ModelFacts
-
-
-def _origin(about: dict[str, object], path: str) -> Origin:
-    try:
-        known = msgspec.convert(about, _About)
-    except msgspec.ValidationError as error:
-        raise JournalError(f"{path} is not the journal of an engine: {error}") from error
-    folder = None if known.folder is None else Path(known.folder)
-    return Origin(known.name, folder, EngineConfig.of(known.config), known.facts)
 
 
 def _ensemble(origin: Origin, actor: str) -> Ensemble[None]:
@@ -123,10 +61,8 @@ def _ensemble(origin: Origin, actor: str) -> Ensemble[None]:
     if origin.folder is not None:
         if not origin.folder.is_dir():
             raise ConfigError(f"{actor} needs the model's tokenizer, and its folder {origin.folder} is gone")
-        found = gather(origin.folder, origin.config)
+        found = load_parts(origin.folder, origin.config)
         return Ensemble(origin.facts, found.encoder, found.decode, absent.load_device)
-    from cuelight.testing import STUB_NAME, stub_ensemble
-
     if origin.name != STUB_NAME:
         raise ConfigError(f"{actor} needs a tokenizer, and {origin.name!r} was an engine without a model's folder")
     stub = stub_ensemble(origin.config)

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import TypeAlias
 
 import msgspec
@@ -19,13 +20,13 @@ from cuelight.actors.intake.validation import parse_sampling
 from cuelight.availability import Availability
 from cuelight.client import REFUSALS, Inbox, Result, Stream, open_stream
 from cuelight.config import EngineConfig, RequestOptions
-from cuelight.kernel import ActorCrashed, get_logger
+from cuelight.kernel import ActorCrashed, Role, System, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.intake import Cancel, IntakeMessage, Submit
 from cuelight.messages.request import Prompt, RequestId, Sampling, Service
 from cuelight.messages.scheduler import FailRequest
 from cuelight.open_requests import OpenRequests, Suspicion
-from cuelight.past import Carried, Past
+from cuelight.past import Past
 from cuelight.progress import counting_bar
 from cuelight.resume import Unclaimed, submission
 
@@ -40,11 +41,23 @@ TURN_SECONDS = 0.005
 class Submissions:
     """The client library's side of every request of one engine."""
 
-    def __init__(self, config: EngineConfig, open_requests: OpenRequests, availability: Availability) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        open_requests: OpenRequests,
+        availability: Availability,
+        system: System,
+        intake: Role[IntakeMessage],
+        before_read: Callable[[], object],
+    ) -> None:
+        """`before_read` is called before a client is given any output. Called in the engine's event loop."""
         self._config = config
         self._open = open_requests
         self._availability = availability
-        self._next_id = 1
+        self._loop = asyncio.get_running_loop()
+        self._system = system
+        self._role_of_intake = intake
+        self._before_read = before_read
         self._batches = 0
         self._leaving = DepartureRate()
         self._suspicion = Suspicion()
@@ -53,11 +66,10 @@ class Submissions:
         seed = config.seed
         self._chance = random.Random() if seed is None else random.Random(f"requests {seed}")
 
-    def begin(self, intake: Address[IntakeMessage], before_read: Callable[[], object]) -> None:
-        """They go there from now on. `before_read` is called before a client is given anything."""
-        self._loop = asyncio.get_running_loop()
-        self._intake = intake
-        self._before_read = before_read
+    @cached_property
+    def _intake(self) -> Address[IntakeMessage]:
+        """Found once the system has started."""
+        return self._system.find(self._role_of_intake)
 
     def end(self, reason: Callable[[], errors.EngineError]) -> None:
         """Nobody serves any more: each that has not ended fails, with an exception of its own."""
@@ -90,8 +102,7 @@ class Submissions:
         prompt, sampling, service = asked
         if sampling.seed is None:  # drawn here, so that it stays the same request when it is sent again
             sampling = msgspec.structs.replace(sampling, seed=self._chance.getrandbits(64))
-        inbox = self._new_inbox(RequestId(self._next_id))
-        self._next_id += 1
+        inbox = self._new_inbox(self._open.new_id())
         stream = open_stream(inbox, self._cancel, self._cancel_later)
         submit = Submit(inbox.request_id, prompt, sampling, inbox, service, like)
         self._open.add(inbox, submit)
@@ -191,14 +202,9 @@ class Submissions:
         with suppress(RuntimeError):  # the loop is closed, and the request with it
             self._loop.call_soon_threadsafe(self._intake.tell, Cancel(request_id))
 
-    def unfinished(self) -> tuple[int, tuple[Carried, ...]]:
-        """The next request's id, and what another process would have to go on with."""
-        now = asyncio.get_running_loop().time()
-        return self._next_id, self._open.unfinished(now, self._config.resume_seconds)
-
     def go_on(self, past: Past) -> None:
         """What an earlier process had not finished goes on, for whoever picks it up."""
-        self._next_id = past.next_id
+        self._open.next_id = past.next_id
         for carried in past.requests:
             inbox = self._new_inbox(carried.request_id)
             inbox.submitted_at -= carried.seconds_ago

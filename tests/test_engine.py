@@ -24,7 +24,6 @@ import pytest
 import structlog
 import uvloop
 
-import cuelight.testing
 from cuelight import Chunk, Engine, Result, Stream, errors, submissions
 from cuelight.actors.executor.stub import StubDevice
 from cuelight.client import Inbox
@@ -32,6 +31,7 @@ from cuelight.config import EngineConfig, EngineOptions, ModelFacts
 from cuelight.ensemble import Ensemble
 from cuelight.kernel import ActorCrashed, RestartPolicy
 from cuelight.messages.request import Conversation, FinishReason, Turn, Usage
+from cuelight.stub_model import StubEncoder
 from cuelight.testing import END_TOKEN, crash, decode, encode, next_letter, stub_engine
 
 NET_SECONDS = 240.0
@@ -315,8 +315,12 @@ async def leave_by_exception(engine: Engine, keep: list[object]) -> Inbox:
 
 async def cancel_task(engine: Engine, keep: list[object], work: Awaitable[object]) -> Inbox:
     task = asyncio.ensure_future(work)
-    await until(lambda: bool(engine._open) and bool(next(iter(engine._open.values())).texts))
-    (inbox,) = engine._open.values()
+    await until(
+        lambda: (
+            bool(engine._lifecycle.open_requests) and bool(next(iter(engine._lifecycle.open_requests.values())).texts)
+        )
+    )
+    (inbox,) = engine._lifecycle.open_requests.values()
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
@@ -363,7 +367,7 @@ async def leave_by_cancel_scope(engine: Engine, keep: list[object]) -> Inbox:
 async def leave_by_coroutine_close(engine: Engine, keep: list[object]) -> Inbox:
     work = engine.generate("leave", max_tokens=ENDLESS)
     work.send(None)
-    (inbox,) = engine._open.values()
+    (inbox,) = engine._lifecycle.open_requests.values()
     work.close()
     return inbox
 
@@ -440,7 +444,7 @@ async def test_cancel_while_the_prompt_is_tokenized(monkeypatch: pytest.MonkeyPa
             assert may_end.wait(NET_SECONDS)
         return encode(prompt)
 
-    monkeypatch.setattr(cuelight.testing, "encode", slow)
+    monkeypatch.setattr("cuelight.stub_model.encode", slow)
     async with stub(queue_limit=2) as engine:
         stream = engine.stream("s" * 1000, max_tokens=5)
         await until(begun.is_set)
@@ -484,7 +488,7 @@ async def test_cancel_at_any_moment_disturbs_nobody(seed: int) -> None:
                     group.create_task(leave(prompt, chance.choice([0, 1, 2, 3, 5, 8, 20, 100, 300]), how))
                 for _ in range(chance.choice([0, 0, 1, 10])):
                     await asyncio.sleep(0)
-        await until(lambda: at_rest(engine) and not engine._open)
+        await until(lambda: at_rest(engine) and not engine._lifecycle.open_requests)
         assert engine.stats().preemptions > 0
         await check_healthy(engine)
 
@@ -556,7 +560,7 @@ async def test_bad_input_is_refused_by_its_own_error_before_any_work() -> None:
             assert type(refused) is error, f"{str(prompt)[:50]!r} {options}: {refused!r}"
         assert (engine.stats().steps, engine.stats().finished) == (0, 0)
         assert at_rest(engine)
-        assert not engine._open
+        assert not engine._lifecycle.open_requests
         await check_healthy(engine)
 
 
@@ -662,7 +666,7 @@ async def test_a_flood_is_answered_and_what_was_accepted_is_served() -> None:
                 streams.append(engine.stream(f"flood {number}", max_tokens=5))
             except errors.QueueFull:
                 refused += 1
-        assert len(engine._open) <= 20
+        assert len(engine._lifecycle.open_requests) <= 20
         outcomes = await asyncio.gather(*[stream.result() for stream in streams], return_exceptions=True)
         served = [outcome for outcome in outcomes if isinstance(outcome, Result)]
         assert [result.token_ids for result in served] == [expected_tokens(f"flood {n}", 5) for n in range(10)]
@@ -686,7 +690,7 @@ async def test_a_storm_of_cancellations_fits_the_mailboxes() -> None:
                     await stream.aclose()
             await asyncio.sleep(0)
         del stream
-        await until(lambda: at_rest(engine) and not engine._open)
+        await until(lambda: at_rest(engine) and not engine._lifecycle.open_requests)
         await check_healthy(engine)
 
 
@@ -802,7 +806,7 @@ async def test_a_crash_beyond_what_may_be_reaches_every_client(monkeypatch: pyte
 
 def ensemble(load_device: Callable[[], object]) -> Callable[[EngineConfig], Ensemble[object]]:
     facts = ModelFacts(vocab_size=257, context_length=100, eos_token_ids=(256,))
-    return lambda _: Ensemble(facts, cuelight.testing._Encoder(), decode, load_device)
+    return lambda _: Ensemble(facts, StubEncoder(), decode, load_device)
 
 
 def fail() -> object:
@@ -990,13 +994,13 @@ async def test_a_stop_in_the_moment_the_engine_becomes_ready_wins() -> None:
         return StubDevice(8, 16)
 
     async def stop_when_ready() -> None:
-        await engine._lifecycle.board.ready  # first in line, so that this stops before the start goes on
+        await engine._lifecycle.running.board.ready  # first in line, so that this stops before the start goes on
         await engine.stop()
 
     async with asyncio.timeout(NET_SECONDS):
         engine = Engine.from_ensemble("slow", ensemble(load))
         starting = asyncio.create_task(engine.start())
-        await until(lambda: engine._lifecycle.board is not None)
+        await until(lambda: engine._lifecycle.running is not None)
         stopping = asyncio.create_task(stop_when_ready())
         await asyncio.sleep(0)
         may_load.set()
@@ -1118,7 +1122,7 @@ async def test_the_first_error_of_many_cancels_the_rest() -> None:
     async with stub(next_token, running_max=2) as engine:
         with pytest.raises(errors.RequestFailed, match="cursed"):
             await engine.generate_many(["!", *[f"fine {n}" for n in range(50)]], max_tokens=300)
-        await until(lambda: at_rest(engine) and not engine._open)
+        await until(lambda: at_rest(engine) and not engine._lifecycle.open_requests)
         assert engine.stats().finished <= 4
         await check_healthy(engine)
 

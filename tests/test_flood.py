@@ -47,7 +47,7 @@ async def test_what_is_refused_for_want_of_room_is_not_even_looked_at() -> None:
             for refuse in (lambda: engine.stream("x" * 10**6), lambda: engine.samples("x", 1)):
                 with pytest.raises(errors.QueueFull):
                     refuse()
-        assert len(engine._open) == 1
+        assert len(engine._lifecycle.open_requests) == 1
         await held.aclose()
 
 

@@ -135,8 +135,8 @@ async def test_a_start_that_is_called_off_just_as_it_is_ready_brings_no_actor_do
         starting = asyncio.create_task(engine.start())
         await until(lambda: engine.health().phase == "loading the model: read weights")
         starting.cancel()
-        assert engine._lifecycle.board is not None
-        engine._lifecycle.board.tell(Ready(16))  # as intake would within its handler
+        assert engine._lifecycle.running is not None
+        engine._lifecycle.running.board.tell(Ready(16))  # as intake would within its handler
         (tmp_path / "hold the load").unlink()
         with pytest.raises(asyncio.CancelledError):
             await starting

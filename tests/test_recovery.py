@@ -58,7 +58,7 @@ async def test_streams_go_on_when_an_actor_dies_amid_them(actor: str) -> None:
         gate.allow()
         await check_all(streams)
         assert engine.health().restarts == {actor: 1}
-        await until(lambda: at_rest(engine) and not engine._open)
+        await until(lambda: at_rest(engine) and not engine._lifecycle.open_requests)
         await check_all(submitted(engine))
 
 
@@ -68,7 +68,7 @@ async def test_an_actor_may_die_before_it_has_done_anything(actor: str) -> None:
         streams = submitted(engine)
         crash(engine, actor)
         await check_all(streams)
-        await until(lambda: at_rest(engine) and not engine._open)
+        await until(lambda: at_rest(engine) and not engine._lifecycle.open_requests)
 
 
 @pytest.mark.parametrize("actor", ACTORS)
@@ -96,7 +96,7 @@ async def test_all_of_them_may_die_in_any_order(seed: int) -> None:
                 crash(engine, actor)
         gate.allow()
         await check_all(streams)
-        await until(lambda: at_rest(engine) and not engine._open)
+        await until(lambda: at_rest(engine) and not engine._lifecycle.open_requests)
 
 
 async def test_those_who_have_left_stay_away_when_intake_is_new() -> None:
@@ -110,7 +110,7 @@ async def test_those_who_have_left_stay_away_when_intake_is_new() -> None:
         await until(lambda: engine.health().restarts == {"intake": 1})
         gate.allow()
         await check_all(streams)
-        await until(lambda: at_rest(engine) and not engine._open)
+        await until(lambda: at_rest(engine) and not engine._lifecycle.open_requests)
 
 
 async def test_samples_of_one_prompt_go_on_when_intake_is_new() -> None:
@@ -152,10 +152,10 @@ async def test_a_request_without_a_seed_is_the_same_one_when_it_is_sent_again() 
     """Its seed is drawn once, before intake hears of it."""
     async with gated(seed=3) as (engine, gate):
         stream = engine.stream("prompt", temperature=1.0, max_tokens=TOKENS)
-        submit = engine._open._submits[stream.request_id]
+        submit = engine._lifecycle.open_requests._submits[stream.request_id]
         assert submit.sampling.seed is not None
         told: list[object] = []
-        engine._open.repeat(_Listener(told.append))
+        engine._lifecycle.open_requests.repeat(_Listener(told.append))
         assert [each.sampling.seed for each in told if isinstance(each, Submit)] == [submit.sampling.seed]
         gate.allow()
         await stream.result()
@@ -171,7 +171,7 @@ async def test_engines_with_one_seed_draw_the_same_seeds() -> None:
     for seed in (5, 5, 6):
         async with asyncio.timeout(NET_SECONDS), stub_engine(seed=seed) as engine:
             streams = submitted(engine, 3)
-            drawn.append([submit.sampling.seed for submit in engine._open._submits.values()])
+            drawn.append([submit.sampling.seed for submit in engine._lifecycle.open_requests._submits.values()])
             await check_all(streams)
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(set(drawn[0])) == 3
@@ -185,7 +185,7 @@ async def test_a_new_intake_is_told_everything_again() -> None:
         third = engine.stream("three", max_tokens=3)
         await second.aclose()
         told: list[object] = []
-        engine._open.repeat(_Listener(told.append))
+        engine._lifecycle.open_requests.repeat(_Listener(told.append))
         gate.allow()
         assert [type(each) for each in told] == [SetTenants, SetPolicy, Submit, Submit, Cancel, Submit, ResendComplete]
         submits = [each for each in told if isinstance(each, Submit)]
@@ -232,7 +232,7 @@ async def test_a_request_that_brings_intake_down_twice_fails_alone() -> None:
             await poison.result()
         await check_all({**streams, **more})
         assert engine.health().restarts == {"intake": 2}
-        await until(lambda: at_rest(engine) and not engine._open)
+        await until(lambda: at_rest(engine) and not engine._lifecycle.open_requests)
 
 
 async def test_a_request_that_was_there_when_intake_died_once_is_served() -> None:
@@ -256,7 +256,7 @@ async def test_a_decoder_that_fails_in_the_worst_way_on_one_request_fails_that_o
             await poison.result()
         await check_all(streams)
         assert engine.health().restarts == {}
-        await until(lambda: at_rest(engine) and not engine._open)
+        await until(lambda: at_rest(engine) and not engine._lifecycle.open_requests)
 
 
 def crashed(actor: str, message: object) -> ActorCrashed:

@@ -102,7 +102,7 @@ def by_first(stream: Stream) -> int:
 
 
 def is_idle(engine: Engine) -> Callable[[], bool]:
-    return lambda: at_rest(engine) and not engine._open
+    return lambda: at_rest(engine) and not engine._lifecycle.open_requests
 
 
 async def test_what_runs_is_finished_by_the_first_and_the_rest_served_by_the_other() -> None:
@@ -366,7 +366,7 @@ async def test_an_executor_does_not_take_over_from_itself() -> None:
         models.may_load.clear()
         reload = asyncio.create_task(engine.reload("other", running="recompute"))
         await until(lambda: "other" in models.loads)
-        reloading = engine._lifecycle.models._reload
+        reloading = engine._lifecycle.running.models._reload
         assert reloading is not None
         models.may_load.set()
         await reload

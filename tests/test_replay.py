@@ -44,7 +44,8 @@ from cuelight.kernel.journal import Journal
 from cuelight.kernel.records import Recorded, read_journal
 from cuelight.kernel.replay import Difference, Replay, replay
 from cuelight.messages.cache import Reset
-from cuelight.replay import Origin, _report, open_journal
+from cuelight.origin import Origin, about
+from cuelight.replay import _report
 from cuelight.replay import replay as replay_engine
 from cuelight.testing import crash, next_letter, stub_engine
 
@@ -828,9 +829,7 @@ def test_what_cannot_be_replayed_is_said_in_one_line(
 
 def of_a_model(path: Path, folder: Path | None) -> Path:
     facts = ModelFacts(257, 100, ())
-    journal = open_journal(Origin("mine", folder, EngineConfig(journal=path), facts))
-    assert journal is not None
-    with journal:
+    with Journal(path, about=about(Origin("mine", folder, EngineConfig(), facts))) as journal:
         for actor in ACTORS:
             make(journal, actor, [])
     return path
@@ -850,9 +849,7 @@ def test_only_intake_and_detokenizer_need_the_models_folder(
 
 def test_a_replay_that_ends_early_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = of_a_model(tmp_path / "engine.journal", None)
-    journal = open_journal(Origin("mine", None, EngineConfig(journal=path), ModelFacts(257, 100, ())))
-    assert journal is not None
-    with journal:
+    with Journal(path, about=about(Origin("mine", None, EngineConfig(), ModelFacts(257, 100, ())))) as journal:
         make(journal, "cache", [Reset(10, 4), object()])
     assert cli.main(["replay", str(path), "--actor", "cache"]) == 0
     first, second = capsys.readouterr().out.splitlines()

@@ -180,7 +180,7 @@ async def test_killed_again_before_anybody_came(journal: Path) -> None:
             file = killed(file)
     async with gated(journal=file, resume=True) as (engine, gate):
         gate.allow(2)
-        await until(lambda: len(engine._open.get(stream.request_id).token_ids) > 6)
+        await until(lambda: len(engine._lifecycle.open_requests.get(stream.request_id).token_ids) > 6)
         await turns()
         file = killed(file)
     assert len(past(file)[stream.request_id].output) in (7, 8)
@@ -223,7 +223,7 @@ async def test_an_end_that_its_client_has_missed(journal: Path) -> None:
         ended = [await engine.stream("a", max_tokens=6).result(), await engine.stream("b", stop=stop).result()]
         left = engine.stream("left by its client", max_tokens=2000)
         await left.aclose()
-        await until(lambda: not engine._open)
+        await until(lambda: not engine._lifecycle.open_requests)
         await turns()
         file = killed(journal)
     async with next_process(file) as engine:
@@ -250,7 +250,7 @@ async def test_nobody_comes(journal: Path) -> None:
         with pytest.raises(errors.UnknownRequest):
             engine.resume(stream.request_id)
         gate.allow()
-        await until(lambda: at_rest(engine) and not engine._open)
+        await until(lambda: at_rest(engine) and not engine._lifecycle.open_requests)
         assert engine.stats().finished == 1
         result = await engine.generate("on it goes", max_tokens=3)
         assert result.token_ids == expected_tokens("on it goes", 3)
@@ -314,7 +314,7 @@ async def test_one_that_is_picked_up_and_left_is_cancelled(journal: Path) -> Non
         again = engine.resume(stream.request_id)
         await again.aclose()
         gate.allow()
-        await until(lambda: at_rest(engine) and not engine._open)
+        await until(lambda: at_rest(engine) and not engine._lifecycle.open_requests)
 
 
 async def test_without_a_past(journal: Path) -> None:
@@ -351,7 +351,9 @@ async def test_seeds_services_and_samples_are_kept(journal: Path) -> None:
         many = engine.samples("samples", 3, temperature=1.0, seed=7)
         many += [engine.stream([{"role": "user", "content": "told"}]), engine.stream([1, 2, 3], stop=("a", "b"))]
         await turns()
-        submits = {stream.request_id: engine._open._submits[stream.request_id] for stream in (first, *many)}
+        submits = {
+            stream.request_id: engine._lifecycle.open_requests._submits[stream.request_id] for stream in (first, *many)
+        }
         file = killed(journal)
     for request_id, carried in past(file).items():
         assert carried.sampling == submits[request_id].sampling
@@ -359,7 +361,7 @@ async def test_seeds_services_and_samples_are_kept(journal: Path) -> None:
         assert carried.prompt == submits[request_id].prompt
     assert past(file)[first.request_id].sampling.seed is not None
     async with next_process(file) as engine:
-        again = engine._open._submits
+        again = engine._lifecycle.open_requests._submits
         assert {i: submit.sampling for i, submit in again.items()} == {i: s.sampling for i, s in submits.items()}
         service = again[first.request_id].service
         assert service.priority == 3

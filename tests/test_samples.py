@@ -112,14 +112,14 @@ async def test_an_engine_gives_a_stream_for_each() -> None:
 async def test_each_has_a_seed_of_its_own() -> None:
     seeds: list[int | None] = []
     async with stub_engine(seed=3) as engine:
-        submit = engine._lifecycle.intake.tell
+        submit = engine._lifecycle.running.requests._intake.tell
 
         def tell(message):  # type: ignore[no-untyped-def]
             if isinstance(message, Submit):
                 seeds.append(message.sampling.seed)
             submit(message)
 
-        engine._lifecycle.intake.tell = tell
+        engine._lifecycle.running.requests._intake.tell = tell
         for stream in engine.samples("a", 3, seed=2**64 - 2, max_tokens=1):
             await stream.result()
         for stream in engine.samples("a", 2, max_tokens=1):
@@ -152,7 +152,7 @@ async def test_a_count_that_cannot_be(count: object) -> None:
     async with stub_engine(queue_limit=8) as engine:
         with pytest.raises(error, match="count"):
             engine.samples("a", count)  # type: ignore[arg-type]
-        assert not engine._open
+        assert not engine._lifecycle.open_requests
 
 
 async def test_all_are_submitted_or_none() -> None:
@@ -160,7 +160,7 @@ async def test_all_are_submitted_or_none() -> None:
         held = engine.samples("a" * 50, 8, max_tokens=200)
         with pytest.raises(errors.QueueFull):
             engine.samples("a" * 50, 8) + engine.samples("a" * 50, 8)
-        assert len(engine._open) <= 16
+        assert len(engine._lifecycle.open_requests) <= 16
         for stream in held:
             await stream.aclose()
 
@@ -170,15 +170,15 @@ async def test_a_long_prompt_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) 
     sound = parse_prompt("x")
 
     async with stub_engine() as engine:
-        from cuelight.testing import _Encoder
+        from cuelight.stub_model import StubEncoder
 
-        encode = _Encoder.encode
+        encode = StubEncoder.encode
 
         def counting(self, prompt, token_limit):  # type: ignore[no-untyped-def]
             encoded.append(prompt)
             return encode(self, prompt, token_limit)
 
-        monkeypatch.setattr(_Encoder, "encode", counting)
+        monkeypatch.setattr(StubEncoder, "encode", counting)
         streams = engine.samples("e" * 1000, 4, max_tokens=1)
         await asyncio.gather(*(stream.result() for stream in streams))
         assert len(encoded) == 1

@@ -61,6 +61,7 @@ from cuelight.kernel import (
     Context,
     Delivered,
     Event,
+    ExitCause,
     InLoop,
     InProcess,
     MailboxFull,
@@ -888,12 +889,12 @@ async def test_the_words_of_an_error_are_bounded_and_plain(place: Placement) -> 
 
 
 DEATHS = {
-    "exit": (Do("exit at once", 4), "exited with status 4"),
-    "exit in order": (Do("exit at once", 0), "exited with status 0"),
-    "kill": (Do("signal", signal.SIGKILL), "was killed by SIGKILL"),
-    "fault": (Do("signal", signal.SIGSEGV), "was killed by SIGSEGV"),
-    "terminate": (Do("signal", signal.SIGTERM), "was killed by SIGTERM"),
-    "abort": (Do("abort"), "was killed by SIGABRT"),
+    "exit": (Do("exit at once", 4), "exited with status 4", ExitCause.EXITED, ""),
+    "exit in order": (Do("exit at once", 0), "exited with status 0", ExitCause.EXITED, ""),
+    "kill": (Do("signal", signal.SIGKILL), "was killed by SIGKILL", ExitCause.SIGNALED, "SIGKILL"),
+    "fault": (Do("signal", signal.SIGSEGV), "was killed by SIGSEGV", ExitCause.SIGNALED, "SIGSEGV"),
+    "terminate": (Do("signal", signal.SIGTERM), "was killed by SIGTERM", ExitCause.SIGNALED, "SIGTERM"),
+    "abort": (Do("abort"), "was killed by SIGABRT", ExitCause.SIGNALED, "SIGABRT"),
 }
 
 
@@ -901,7 +902,7 @@ DEATHS = {
 async def test_the_death_of_a_process_is_a_crash() -> None:
     async with theatre(InProcess()) as stage:
         dropped = 0
-        for death, (fatal, words) in enumerate(DEATHS.values(), 1):
+        for death, (fatal, words, cause, killed_by) in enumerate(DEATHS.values(), 1):
             stage.heard[:] = stage.all(Terminated)
             for number in range(10):
                 stage.player.tell(Note(number))
@@ -910,7 +911,7 @@ async def test_the_death_of_a_process_is_a_crash() -> None:
             for number in range(10, 500):
                 stage.player.tell(Note(number))
             ended = await stage.ended(death)
-            assert ended == Terminated("player", f"actor 'player' died: its process {words}", is_restarting=True)
+            assert ended == Terminated("player", f"actor 'player' died: its process {words}", True, cause, killed_by)
             await stage.do("who")
             heard = stage.numbers()
             assert heard == [*range(10), *range(510 - len(heard), 500)]
@@ -933,7 +934,7 @@ async def test_a_killed_actor_has_crashed(place: Placement) -> None:
         await stage.do("who")
         stage.system.kill(PLAYER, "no longer wanted")
         ended = await stage.ended()
-        assert ended == Terminated("player", f"actor 'player' died: {KILLED}", is_restarting=True)
+        assert ended == Terminated("player", f"actor 'player' died: {KILLED}", True, ExitCause.KILLED)
         await stage.do("who")
         assert stage.numbers() == list(range(10))
         assert stage.all(Answer) == [], "whoever is killed does not stop in order"
@@ -995,6 +996,10 @@ async def test_a_process_is_killed_while_its_constructor_waits(tmp_path: Path) -
         assert (await stage.do("who", to=ref)).number != os.getpid()
 
 
+def killed(actor: str) -> Terminated:
+    return Terminated(actor, f"actor {actor!r} died: {KILLED}", True, ExitCause.KILLED, "player")
+
+
 @everywhere
 @pytest.mark.parametrize("where", ELSEWHERE, ids=lambda place: type(place).__name__)
 @played
@@ -1003,10 +1008,10 @@ async def test_a_placed_actor_kills_others_and_itself(place: Placement, where: P
         await stage.do("watch")
         await stage.do("kill", text="other")
         await until(lambda: stage.all(Terminated))  # the player was told, and passed it on
-        assert stage.all(Terminated) == [Terminated("other", f"actor 'other' died: {KILLED}", is_restarting=True)]
+        assert stage.all(Terminated) == [killed("other")]
         await stage.do("who", to=stage.system.find(OTHER))
         stage.tell("kill", text="player")
-        assert await stage.ended(2) == Terminated("player", f"actor 'player' died: {KILLED}", is_restarting=True)
+        assert await stage.ended(2) == killed("player")
         stage.tell("kill", text="child")  # whom nobody plays
         await stage.do("who")
         assert len(stage.all(Terminated)) == 2
@@ -1156,7 +1161,7 @@ async def test_killed_amid_traffic_again_and_again() -> None:
                 if number % chance.choice((1, 10, 100)) == 0:
                     await asyncio.sleep(0)
             ended = await stage.ended(kill + 1)
-            assert ended.error.endswith("SIGKILL")
+            assert (ended.cause, ended.killed_by) == (ExitCause.SIGNALED, "SIGKILL")
             assert ended.is_restarting
         await stage.do("who")
         heard = stage.numbers()

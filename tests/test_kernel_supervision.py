@@ -33,6 +33,7 @@ from cuelight.kernel import (
     Context,
     Delivered,
     Ended,
+    ExitCause,
     NotAccepted,
     OnThread,
     RestartPolicy,
@@ -228,7 +229,7 @@ async def test_a_killed_life_ends_as_a_crash_between_two_messages() -> None:
         lines = [f"b.2 Note {number}" for number in range(3)]
         assert await troupe.pass_time(0.05) == ["b.2 built", "c.2 built", "b.2 started", *lines, "c.2 started"]
         heard = [event.message for event in troupe.events if isinstance(event, Delivered) and event.sender == "b"]
-        assert heard == [Terminated("b", "actor 'b' died: it was killed: too slow", is_restarting=True)]
+        assert heard == [Terminated("b", "actor 'b' died: it was killed: too slow", True, ExitCause.KILLED, "a")]
         assert system.statistics()["b"].dropped == 0
         assert not troupe.failures
 
@@ -256,6 +257,7 @@ async def test_what_follows_a_kill_is_said_in_the_fate() -> None:
             system.kill(player("b"), "once more")
             await asyncio.Event().wait()
     assert [str(crash) for crash in troupe.failures] == ["actor 'b' died: it was killed: once more"]
+    assert [(crash.cause, crash.killed_by) for crash in troupe.failures] == [(ExitCause.KILLED, "")]
 
 
 @on_each_loop

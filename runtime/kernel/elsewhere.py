@@ -92,11 +92,11 @@ class _Elsewhere(System):
             if drop and role.name == self._role.name:
                 self.hear_stop(drop=True)
 
-    def kill(self, role: Role[Never], reason: str) -> None:
+    def kill_for(self, killed_by: str, role: Role[Never], reason: str) -> None:
         """Here or at the other end, but for the actor itself at both."""
         if role.name == self._role.name or role.name not in self._seats:
-            self.wire.call("kill", role.name, reason)
-        super().kill(role, reason)
+            self.wire.call("kill", role.name, reason, killed_by)
+        super().kill_for(killed_by, role, reason)
 
     def report_slow(self, actor: str, message_type: str, seconds: float) -> None:
         """Reported where the system's opener sees it."""
@@ -130,7 +130,7 @@ class _Elsewhere(System):
 
     def hear_strike(self) -> None:
         """This life must end as a crash, when the present handler has returned."""
-        super().kill(self._role, "")
+        super().kill_for("", self._role, "")
 
     def told(self, to: AddressId, sender: str, message: object, /) -> None:
         """The other end has a message for the actor, news for those who watch, or an answer."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cuelight.kernel.actor import InProcess
+from cuelight.kernel.errors import ProcessKilled
 from cuelight.kernel.stage import Seat
 from cuelight.kernel.wire import WINDOW
 
@@ -16,8 +17,12 @@ class SimulatedCrash(Exception):
     """What a fault makes a handler or a constructor raise."""
 
 
-class SimulatedKill(SimulatedCrash):
-    """What a fault makes of an actor in a process: it dies, with what was handed over to it."""
+class SimulatedKill(SimulatedCrash, ProcessKilled):
+    """The end of an actor's process by a simulated SIGKILL, with what was handed over to it."""
+
+    def __init__(self) -> None:
+        Exception.__init__(self)
+        self.signal = "SIGKILL"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import anyio
 from cuelight.kernel import wire
 from cuelight.kernel.actor import ActorSpec, InProcess, Role
 from cuelight.kernel.codec import AddressId, reachable
-from cuelight.kernel.errors import ActorCrashed, KernelError, NotSendable, RemoteError
+from cuelight.kernel.errors import ActorCrashed, KernelError, NotSendable, ProcessKilled, RemoteError
 from cuelight.kernel.events import Delivered
 from cuelight.kernel.stage import Life, Seat, Stage
 from cuelight.kernel.supervision import Terminated
@@ -72,7 +72,7 @@ class Placed(Life):
         """What has not been begun, ordinary and urgent."""
         self._begun: object = None
         """The message that was begun last."""
-        self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.gone: asyncio.Future[RemoteError] = asyncio.get_running_loop().create_future()
         """How the thread or process has ended."""
         self.hear_slow = stage.report_slow
         self._is_ready = False
@@ -95,13 +95,13 @@ class Placed(Life):
     async def _launch(self) -> None:
         """Start the thread or process, with a connection to it."""
         with ExitStack() as undo:
-            undo.callback(self.ended, "it was not begun")
+            undo.callback(self.ended, RemoteError("it was not begun"))
             from cuelight.kernel.elsewhere import live  # which has a system of its own
 
             near, far = socket.socketpair()
             undo.enter_context(far)
             await self._wire.connect(near)
-            wait: Callable[[], str | None] = partial(live, far, self._engagement)
+            wait: Callable[[], RemoteError | None] = partial(live, far, self._engagement)
             if isinstance(self._seat.part.placement, InProcess):
                 self._wire.write(_introduction(self._engagement))
                 child = _started(far)
@@ -109,13 +109,13 @@ class Placed(Life):
             threading.Thread(target=self._watch, args=(wait,), name=f"cuelight {self._seat.name}", daemon=True).start()
             undo.pop_all()
 
-    def _watch(self, wait: Callable[[], str | None]) -> None:
+    def _watch(self, wait: Callable[[], RemoteError | None]) -> None:
         how = None
         try:
             how = wait()
         finally:
             with suppress(RuntimeError):  # the loop was closed without stopping the system
-                self.gone.get_loop().call_soon_threadsafe(self.ended, how or "its thread ended")
+                self.gone.get_loop().call_soon_threadsafe(self.ended, how or RemoteError("its thread ended"))
 
     async def perform(self) -> None:
         """Hand messages over until the mailbox is closed and empty, or the seat is to be left. Raises ActorCrashed."""
@@ -151,7 +151,7 @@ class Placed(Life):
         for lane, entries in zip((self._mailbox.ordinary, self._mailbox.urgent), self._handed_over, strict=True):
             self._mailbox.give_back(lane, entries, lost=not self._is_parted)
         if not self._is_parted:
-            self.strike(ActorCrashed(self._seat.name, "", RemoteError(self.gone.result())))
+            self.strike(ActorCrashed(self._seat.name, "", self.gone.result()))
         if self.crash is not None:
             raise self.crash
 
@@ -160,7 +160,7 @@ class Placed(Life):
         self._wire.close()
         self._kill()
 
-    def ended(self, how: str) -> None:
+    def ended(self, how: RemoteError) -> None:
         """The thread or process is no more, or is to be waited for no longer."""
         if not self.gone.done():
             self.gone.set_result(how)
@@ -190,9 +190,9 @@ class Placed(Life):
         if self._stage.known(name) is not None or name not in self._wire.packer.names:  # else it has gone meanwhile
             self._stage.dismiss(Role(name, object, 1), drop=drop)
 
-    def hear_kill(self, name: str, reason: str) -> None:
-        """The actor wants this one's life to end, its own or another's."""
-        self._stage.kill(Role(name, object, 1), reason)
+    def hear_kill(self, name: str, reason: str, killed_by: str) -> None:
+        """Kill the actor of this name, as the remote side asks."""
+        self._stage.kill_for(killed_by, Role(name, object, 1), reason)
 
     def hear_crashed(self, message_type: str, error: str, trace: str) -> None:
         """The actor raised, and its life is over."""
@@ -284,9 +284,10 @@ def _inherited(descriptor: int) -> int | None:
     return DEVNULL
 
 
-def _death(child: Popen[bytes]) -> str:
-    """Wait for it."""
+def _death(child: Popen[bytes]) -> RemoteError:
+    """Wait for the end of a child process, and return what ended it."""
     if (status := child.wait()) >= 0:
-        return f"its process exited with status {status}"
+        return RemoteError(f"its process exited with status {status}")
     names = {each.value: each.name for each in signal.Signals}  # a real-time signal has none
-    return f"its process was killed by {names.get(-status, f'signal {-status}')}"
+    name = names.get(-status, f"signal {-status}")
+    return ProcessKilled(f"its process was killed by {name}", name)

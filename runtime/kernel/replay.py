@@ -16,11 +16,14 @@ from cuelight.kernel.records import JournalError, JournalReader, Recorded
 from cuelight.kernel.ref import Address, Ref
 from cuelight.kernel.rehearsal import Outside, Rehearsed, Told, Ways, id_of
 from cuelight.kernel.stage import Stage
-from cuelight.kernel.supervision import Terminated
+from cuelight.kernel.supervision import ExitCause, Terminated
 
 M = TypeVar("M")
 
 _KERNEL_SAYS: Final = type_name(Terminated)
+
+_DEATHS: Final = (ExitCause.KILLED, ExitCause.SIGNALED, ExitCause.EXITED)
+"""Ends of a life that may take messages along which had been handed over to a process."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class _Rehearsal:
                 case Ended(actor=actor):
                     if actor == self._name:
                         self._end(record)
-                    elif " died: " in record.error:
+                    elif record.cause in _DEATHS:
                         self._ways.died(actor)
         if not self._lives:
             raise JournalError(f"{journal.path} knows no actor {self._name!r}")
@@ -145,12 +148,12 @@ class _Rehearsal:
         self._do(message, record.seconds, partial(self._actor.handle, message))
 
     def _end(self, record: Ended) -> None:
-        if not record.error:
+        if record.cause is ExitCause.STOPPED:
             self._check_not_raised()
         if not self._is_over and self._actor is not None and self._raised is None:
             # Also after a crash that does not happen again: it may have been in here.
             self._do(f"the end of life {self._lives}", record.seconds, self._actor.stopped)
-        if record.error:
+        if record.cause is not ExitCause.STOPPED:
             self._ways.break_off(self._lives, self._handled)
             self._raised = None
         self._check_not_raised()

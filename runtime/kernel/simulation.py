@@ -12,9 +12,10 @@ from cuelight.kernel.actor import Actor, ActorSpec, InLoop, InProcess
 from cuelight.kernel.clock import Timer
 from cuelight.kernel.errors import ActorCrashed, KernelError
 from cuelight.kernel.events import Delivered, Event, Tap
-from cuelight.kernel.faults import Faults, SimulatedCrash, SimulatedKill, Striker
+from cuelight.kernel.faults import Faults, SimulatedCrash, Striker
 from cuelight.kernel.recording import Crossing, History, Ids
 from cuelight.kernel.stage import Life, Seat, Stage
+from cuelight.kernel.supervision import ExitCause
 from cuelight.kernel.turns import Act, Condition, Procedure, Turn, at_once
 from cuelight.kernel.virtual import VirtualClock, VirtualMailbox, VirtualWorker
 
@@ -299,8 +300,7 @@ class Simulation(Stage):
 
 def _is_kill(seat: Seat, crash: ActorCrashed) -> bool:
     """Whether a process has died with all that was handed over to it."""
-    is_death = isinstance(crash.__cause__, SimulatedKill) or not crash.message_type
-    return is_death and isinstance(seat.part.placement, InProcess)
+    return crash.cause is not ExitCause.CRASHED and isinstance(seat.part.placement, InProcess)
 
 
 def for_each_seed(seeds: Iterable[int], trial: Callable[[int], object]) -> None:

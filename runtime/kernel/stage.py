@@ -10,11 +10,11 @@ from weakref import WeakSet
 
 from cuelight.kernel.actor import Actor, ActorSpec, InLoop, Role
 from cuelight.kernel.clock import Clock, Moment, Timer
-from cuelight.kernel.errors import ActorCrashed, NotAccepted, RemoteError
+from cuelight.kernel.errors import ActorCrashed, ActorKilled, NotAccepted
 from cuelight.kernel.events import Ended, Event, Started, Tap
 from cuelight.kernel.mailbox import Mailbox, MailboxStatistics
 from cuelight.kernel.ref import Ref
-from cuelight.kernel.supervision import Strategy, Terminated, judge
+from cuelight.kernel.supervision import ExitCause, Strategy, Terminated, judge
 from cuelight.kernel.worker import Worker
 from cuelight.log import get_logger
 
@@ -225,7 +225,7 @@ class Stage(ABC):
         seat = self._seats[role.name]
         seat.mailbox.close(drop=drop)
         if seat.life is None and seat.restart is not None:  # it was waiting for its next life, and so do they
-            self._tell_watchers(seat, "", is_restarting=False)
+            self._tell_watchers(seat, None, is_restarting=False)
             self._leave_cast(seat)
 
     def kill(self, role: Role[typing.Never], reason: str) -> None:
@@ -234,8 +234,12 @@ class Stage(ABC):
         The process that it lives in is killed at once, and any other actor ends when its handler returns. Harmless
         where no life is lived now.
         """
+        self.kill_for(self.moment.acting, role, reason)
+
+    def kill_for(self, killed_by: str, role: Role[typing.Never], reason: str) -> None:
+        """Kill an actor as `kill` does, on behalf of the actor `killed_by`, or of code outside the actors where ""."""
         if role.name in self._seats and (life := self._seats[role.name].life) is not None:
-            life.strike(ActorCrashed(role.name, "", RemoteError(f"it was killed: {reason}")))
+            life.strike(ActorCrashed(role.name, "", ActorKilled(f"it was killed: {reason}", killed_by)))
 
     def watch(self, watcher: Seat, name: str) -> None:
         """From now on `watcher` hears of the end of each life of the actor of this name."""
@@ -291,17 +295,15 @@ class Stage(ABC):
         life.end(drop=self.is_dropping or crash is not None or life.is_leaving)
         life.crash = None  # whose traceback holds this life
         vars(life).pop("actor", None)  # at once: what it has may be large, and the life and its workers know each other
-        error = "" if crash is None else str(crash)
         now = self.clock.now()
-        if self.tap is not None:
-            self.tap(Ended(now if life.ended_seconds is None else life.ended_seconds, seat.name, seat.lives, error))
+        self._report_end(seat, crash, now if life.ended_seconds is None else life.ended_seconds)
         if crash is not None:
             self._report_crash(crash)
             self.on_crash(crash)
             if seat.restart is None:
                 self._judge(seat, crash, now)
         seat.is_over = seat.restart is None
-        self._tell_watchers(seat, error, is_restarting=not seat.is_over)
+        self._tell_watchers(seat, crash, is_restarting=not seat.is_over)
         if seat.is_over and not self._closing.is_set():
             self._leave_cast(seat)
 
@@ -317,9 +319,21 @@ class Stage(ABC):
                 each.restart = group
             self._begin_restart(group, delay_seconds)
 
-    def _tell_watchers(self, seat: Seat, error: str, *, is_restarting: bool) -> None:
+    def _report_end(self, seat: Seat, crash: ActorCrashed | None, seconds: float) -> None:
+        """Let the tap see the end of a life."""
+        if self.tap is None:
+            return
+        if crash is None:
+            self.tap(Ended(seconds, seat.name, seat.lives, "", ExitCause.STOPPED))
+        else:
+            self.tap(Ended(seconds, seat.name, seat.lives, str(crash), crash.cause, crash.killed_by))
+
+    def _tell_watchers(self, seat: Seat, crash: ActorCrashed | None, *, is_restarting: bool) -> None:
+        news = Terminated(seat.name, "", is_restarting)
+        if crash is not None:
+            news = Terminated(seat.name, str(crash), is_restarting, crash.cause, crash.killed_by)
         for watcher in seat.watchers.values():
-            watcher.hear(Terminated(seat.name, error, is_restarting))
+            watcher.hear(news)
 
     def _leave_cast(self, seat: Seat) -> None:
         """A dismissed actor's role is free again."""

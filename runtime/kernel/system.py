@@ -11,7 +11,7 @@ import anyio
 
 from cuelight.kernel.actor import ActorSpec, InLoop
 from cuelight.kernel.clock import Clock, LoopClock
-from cuelight.kernel.errors import ActorCrashed
+from cuelight.kernel.errors import ActorCrashed, RemoteError
 from cuelight.kernel.events import Delivered, Tap
 from cuelight.kernel.placement import Placed, prepare
 from cuelight.kernel.ref import Deadlines
@@ -293,7 +293,7 @@ class System(Stage):
             seat.mailbox.close(drop=True)
             if isinstance(seat.life, Placed):
                 seat.life.hear_stopped()  # as far as anybody waits for it
-                seat.life.ended("it took too long")
+                seat.life.ended(RemoteError("it took too long"))
 
     async def _clear(self) -> None:
         """End whatever the lives have left behind."""

@@ -66,8 +66,8 @@ from cuelight.kernel import (
     ask,
     get_logger,
 )
+from cuelight.kernel.driver import TURN_MESSAGES
 from cuelight.kernel.ref import Deadlines
-from cuelight.kernel.system import TURN_MESSAGES
 
 
 @dataclass(frozen=True)

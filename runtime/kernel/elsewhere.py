@@ -24,13 +24,13 @@ import uvloop
 from cuelight.kernel import wire
 from cuelight.kernel.actor import InLoop, Role
 from cuelight.kernel.codec import AddressId
+from cuelight.kernel.driver import AsyncioDriver
 from cuelight.kernel.errors import ActorCrashed, shown
 from cuelight.kernel.events import Delivered, Event
 from cuelight.kernel.placement import Engagement
 from cuelight.kernel.ref import Ref
 from cuelight.kernel.stage import Seat
 from cuelight.kernel.supervision import RestartPolicy
-from cuelight.kernel.system import System
 
 _WORDS_MAX: Final = 32_000
 """Of an error and of its traceback, in characters."""
@@ -42,7 +42,7 @@ class _Afar(str):
     __slots__ = ()
 
 
-class _Elsewhere(System):
+class _Elsewhere(AsyncioDriver):
     """A system of one, whose other actors are at the end of a wire."""
 
     interrupts = ()
@@ -65,6 +65,10 @@ class _Elsewhere(System):
         for each in engagement.cast:
             if each.name != self._role.name:
                 self._others[each.name] = Ref(each.name, partial(self.wire.tell, each.name, each.message_types()))
+
+    def run_remote_life(self, connection: socket.socket, spec: Engagement) -> None:
+        """Run one life of an actor that was spawned here and is placed on a thread of its own."""
+        live(connection, spec)
 
     def known(self, name: str) -> Ref[object] | None:
         """The address of the actor of this name, here or at the other end."""

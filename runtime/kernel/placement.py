@@ -60,8 +60,9 @@ def prepare(stage: Stage, seat: Seat) -> None:
 class Placed(Life):
     """One life of an actor that lives on a thread or in a process of its own."""
 
-    def __init__(self, stage: Stage, seat: Seat) -> None:
+    def __init__(self, stage: Stage, seat: Seat, run_on_thread: Callable[[socket.socket, Engagement], None]) -> None:
         super().__init__(stage, seat)
+        self._run_on_thread = run_on_thread
         self._engagement = Engagement(seat.part, tuple(stage.roles()), self.seed, stage.slow_handler_seconds)
         packer = wire.Packer(self._engagement.cast, seat.part.placement.message_bytes_max)  # others may have joined
         seat.mailbox.pack = packer.pack
@@ -96,12 +97,10 @@ class Placed(Life):
         """Start the thread or process, with a connection to it."""
         with ExitStack() as undo:
             undo.callback(self.ended, RemoteError("it was not begun"))
-            from cuelight.kernel.elsewhere import live  # which has a system of its own
-
             near, far = socket.socketpair()
             undo.enter_context(far)
             await self._wire.connect(near)
-            wait: Callable[[], RemoteError | None] = partial(live, far, self._engagement)
+            wait: Callable[[], RemoteError | None] = partial(self._run_on_thread, far, self._engagement)
             if isinstance(self._seat.part.placement, InProcess):
                 self._wire.write(_introduction(self._engagement))
                 child = _started(far)

@@ -24,6 +24,19 @@ TURN_MESSAGES = 64
 """After this many messages an actor yields, so that a busy one cannot starve the others or the host's tasks."""
 
 
+class _Running:
+    """What a driver has only from its start to its end, in the event loop of its actors."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.deadlines = Deadlines(loop, LoopClock())
+        self.tasks = asyncio.TaskGroup()
+        self.grace = anyio.CancelScope()
+        """Cancelled when the time for an orderly stop is over."""
+        self.host: asyncio.Task[None] | None = None
+        """The task that owns `tasks`, once every actor is built."""
+
+
 class AsyncioDriver(Stage):
     """Runs a cast in one event loop; a subclass says how the life of an actor placed on a thread is run there.
 
@@ -51,7 +64,7 @@ class AsyncioDriver(Stage):
         self._restarts: WeakSet[asyncio.Task[None]] = WeakSet()
         self._workers: WeakSet[WorkerThread[object]] = WeakSet()
         """Those that have not ended: their threads keep them."""
-        self._host: asyncio.Task[None] | None = None
+        self._running: _Running | None = None
         self._starting = asyncio.Lock()
         """Held while it is being started."""
         self._opener: asyncio.Task[object] | None = None
@@ -67,28 +80,15 @@ class AsyncioDriver(Stage):
             ActorCrashed: a constructor raised, or the process of an actor did not start, unless its restart policy
                 has `restarts_at_start`; nothing is left running.
         """
-        assert self._host is None, "a system is started once"
-        self._deadlines = Deadlines(asyncio.get_running_loop(), LoopClock())
-        self._patience = anyio.CancelScope()
+        assert self._running is None, "a system is started once"
+        running = self._running = _Running(asyncio.get_running_loop())
         for part in self._cast:
             self._add_seat(part)
         async with self._starting:
             try:
-                for seat in self._seats.values():
-                    self._prepare(seat)
-                for seat in self._seats.values():
-                    try:
-                        await self._enter(seat)
-                    except ActorCrashed as crash:
-                        if (
-                            crash.message_type
-                            or self._closing.is_set()
-                            or not seat.part.restart_policy.restarts_at_start
-                        ):
-                            raise
-                        # What ended before its first word is over as soon as it is led, and its restart policy decides.
+                await self._build_all()
                 started = asyncio.Event()
-                self._host = asyncio.create_task(self._run(started), name="cuelight system")
+                running.host = asyncio.create_task(self._run(running, started), name="cuelight system")
                 await started.wait()
             except BaseException:  # to its opener it never started, so nobody else will stop it
                 self.is_dropping = True
@@ -96,8 +96,20 @@ class AsyncioDriver(Stage):
                     if isinstance(seat.life, Placed):  # nor wait for what its process may be at
                         seat.life.hear_stopped()
                         seat.life.end(drop=True)
-                await (self._clear() if self._host is None else self.stop())
+                await (self._clear(running) if running.host is None else self.stop())
                 raise
+
+    async def _build_all(self) -> None:
+        """Build every actor, here or where it is placed. Raises ActorCrashed."""
+        for seat in self._seats.values():
+            self._prepare(seat)
+        for seat in self._seats.values():
+            try:
+                await self._enter(seat)
+            except ActorCrashed as crash:
+                if crash.message_type or self._closing.is_set() or not seat.part.restart_policy.restarts_at_start:
+                    raise
+                # What ended before its first word is over as soon as it is led, and its restart policy decides.
 
     async def stop(self, *, drop: bool = False, timeout_seconds: float | None = None) -> None:
         """Stop every actor, sources first, after it has handled what waits for it (with `drop`, without).
@@ -106,24 +118,25 @@ class AsyncioDriver(Stage):
         whose work does not return are left to themselves. Without it, waits as long as the actors need. Harmless when
         done twice.
         """
-        if self._host is None:
+        host = None if self._running is None else self._running.host
+        if host is None:
             if self._seats:
                 self._closing.set()
             for seat in self._seats.values():  # where it is just being started, that comes to nothing
                 self.kill(seat.part.role, "the system was stopped")
             async with self._starting:
                 return
-        if not self._host.done():  # maybe long ago, in a loop that is closed by now
-            if self._host.get_loop() is not asyncio.get_running_loop():  # which nobody would wake
+        if not host.done():  # maybe long ago, in a loop that is closed by now
+            if host.get_loop() is not asyncio.get_running_loop():  # which nobody would wake
                 raise RuntimeError("a system is stopped in the event loop in which it was started")
             self.is_dropping = self.is_dropping or drop
             self._closing.set()
             hurry = None if timeout_seconds is None else self.clock.call_later(timeout_seconds, self._hurry)
             with anyio.CancelScope(shield=True):  # a cancelled scope around the system would not let it end
-                await asyncio.wait([self._host])
+                await asyncio.wait([host])
             if hurry is not None:
                 hurry.cancel()
-        if not self._host.cancelled() and (error := self._host.exception()) is not None:
+        if not host.cancelled() and (error := host.exception()) is not None:
             raise error
 
     async def __aenter__(self) -> Self:
@@ -151,7 +164,7 @@ class AsyncioDriver(Stage):
 
     def _prepare(self, seat: Seat) -> None:
         """Asks share their deadlines; messages to an actor that lives elsewhere are made ready at their senders."""
-        seat.ref.deadlines = self._deadlines
+        seat.ref.deadlines = self._started().deadlines
         if not isinstance(seat.part.placement, InLoop):
             prepare(self, seat)
 
@@ -167,12 +180,16 @@ class AsyncioDriver(Stage):
         return await life.open()
 
     def _begin(self, seat: Seat) -> None:
-        seat.task = self._group.create_task(self._live(seat), name=f"cuelight {seat.name}")
+        seat.task = self._started().tasks.create_task(self._live(seat), name=f"cuelight {seat.name}")
 
-    async def _run(self, started: asyncio.Event) -> None:
+    def _started(self) -> _Running:
+        assert self._running is not None, "a system lives from its start on"
+        return self._running
+
+    async def _run(self, running: _Running, started: asyncio.Event) -> None:
         """The host task: everything the system runs ends before this does."""
         try:
-            async with asyncio.TaskGroup() as self._group:
+            async with running.tasks:
                 for seat in self._seats.values():
                     self._begin(seat)
                 started.set()
@@ -186,9 +203,9 @@ class AsyncioDriver(Stage):
                         await asyncio.wait([seat.task])
         finally:
             self._closing.set()
-            self._deadlines.close()
+            running.deadlines.close()
             self._on_end()
-            await self._clear()
+            await self._clear(running)
 
     async def _live(self, seat: Seat) -> None:
         """One life of an actor: the only place that awaits on its behalf."""
@@ -258,7 +275,8 @@ class AsyncioDriver(Stage):
             self._on_failure(crash)
 
     def _begin_restart(self, group: Sequence[Seat], delay_seconds: float) -> None:
-        self._restarts.add(self._group.create_task(self._restart(group, delay_seconds), name="cuelight restart"))
+        restart = self._restart(group, delay_seconds)
+        self._restarts.add(self._started().tasks.create_task(restart, name="cuelight restart"))
 
     async def _restart(self, group: Sequence[Seat], delay_seconds: float) -> None:
         for seat in reversed(group):
@@ -284,14 +302,14 @@ class AsyncioDriver(Stage):
     def _hurry(self) -> None:
         """The time for an orderly stop is over."""
         self.is_dropping = True
-        self._patience.cancel()
+        self._started().grace.cancel()
         for seat in self._seats.values():
             seat.mailbox.close(drop=True)
             if isinstance(seat.life, Placed):
                 seat.life.hear_stopped()  # as far as anybody waits for it
                 seat.life.ended(RemoteError("it took too long"))
 
-    async def _clear(self) -> None:
+    async def _clear(self, running: _Running) -> None:
         """End whatever the lives have left behind."""
         with anyio.CancelScope(shield=True):
             for seat in list(self._seats.values()):
@@ -300,7 +318,7 @@ class AsyncioDriver(Stage):
                     seat.life.end(drop=self.is_dropping)
                 if isinstance(seat.life, Placed):
                     await asyncio.wait([seat.life.gone])
-            with self._patience:
+            with running.grace:
                 for worker in list(self._workers):
                     await worker.ended()
             for worker in list(self._workers):

@@ -53,6 +53,10 @@ class Packer:
 
     def __init__(self, cast: Sequence[Role[Never]], bytes_max: int) -> None:
         self.bytes_max = bytes_max
+        self._addresses: list[Address[object]] = []
+        """Of the message that is being packed."""
+        self._find: Callable[[int, tuple[type, ...]], Address[object]] = lambda index, _: self._addresses[index]
+        """Gives the addresses of the message that is being unpacked."""
         self.names = {role.name for role in cast}
         """The actors known by name at both ends."""
         types: dict[Name, type] = {type_name(Terminated): Terminated}
@@ -63,7 +67,7 @@ class Packer:
 
     def pack(self, message: object) -> Packed:
         """Raises NotSendable, MessageTooLarge."""
-        self._addresses: list[Address[object]] = []
+        self._addresses = []
         name = type_name(type(message))
         body = self._codec.encode(message)
         if len(body) > self.bytes_max and not isinstance(message, Terminated):
@@ -125,6 +129,7 @@ class Wire(asyncio.Protocol):
         self._numbers = count()
         self._kept: dict[int, Address[object]] = {}
         self._buffer = bytearray()
+        self._connection: socket.socket | None = None
         self._transport: asyncio.Transport | None = None
         self.over = asyncio.Event()
         """The connection is no more."""
@@ -216,6 +221,7 @@ class Wire(asyncio.Protocol):
 
     def eof_received(self) -> None:
         # Copies of the socket in processes forked from this one must not keep the other end waiting.
+        assert self._connection is not None, "what was received came over a connection"
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 

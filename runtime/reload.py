@@ -15,7 +15,7 @@ from cuelight.actors.executor.lasting import LastingMemory
 from cuelight.config import EngineConfig, is_one_of, read_facts, shown
 from cuelight.ensemble import Ensemble, Lead, Roles, executor_spec, lasting_memory, load_options
 from cuelight.fingerprint import Fingerprint, fingerprint
-from cuelight.kernel import ActorSpec, Address, NotSendable, Role, System
+from cuelight.kernel import ActorSpec, NotSendable, Recipient, Role, System
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.observer import Switched, SwitchFailed
 from cuelight.messages.scheduler import CancelSwitch, SchedulerMessage, Switch
@@ -137,7 +137,7 @@ class Models:
         facts, mark = other.origin.facts, other.origin.fingerprint
         context_length = min(facts.context_length, self._config.context_length or facts.context_length)
 
-        def switch(reply_to: Address[Switched | SwitchFailed]) -> Switch:
+        def switch(reply_to: Recipient[Switched | SwitchFailed]) -> Switch:
             return Switch(role.name, mark.model, recompute, context_length, facts.eos_token_ids, reply_to)
 
         def over(is_done: bool) -> None:
@@ -173,7 +173,7 @@ class Reload:
         stage: Stage,
         part: ActorSpec[ExecutorMessage],
         lasting: LastingMemory | None,
-        switch: Callable[[Address[Switched | SwitchFailed]], Switch],
+        switch: Callable[[Recipient[Switched | SwitchFailed]], Switch],
         on_over: Callable[[bool], None],
     ) -> None:
         """`on_over` is told, within a handler of the scheduler, whether the other model has taken over.

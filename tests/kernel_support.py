@@ -20,10 +20,10 @@ from cuelight.kernel import (
     Actor,
     ActorCrashed,
     ActorSpec,
-    Address,
     Context,
     Event,
     ExitCause,
+    Recipient,
     RestartPolicy,
     Role,
     System,
@@ -134,7 +134,7 @@ class Urgent:
 
 @dataclass(frozen=True)
 class Question:
-    reply_to: Address[int]
+    reply_to: Recipient[int]
 
 
 @dataclass(frozen=True)

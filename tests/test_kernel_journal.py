@@ -20,12 +20,12 @@ from support import Recorder
 from cuelight.kernel import (
     Actor,
     ActorSpec,
-    Address,
     Context,
     Delivered,
     Ended,
     ExitCause,
     JournalError,
+    Recipient,
     Ref,
     Role,
     Started,
@@ -44,7 +44,7 @@ class Note(msgspec.Struct, frozen=True, tag=True):
 
 
 class Question(msgspec.Struct, frozen=True, tag=True):
-    reply_to: Address[Note]
+    reply_to: Recipient[Note]
 
 
 class Odd(msgspec.Struct, frozen=True, tag=True):
@@ -103,7 +103,7 @@ def test_events_come_back_as_they_were(path: Path, small: bytes) -> None:
 
 
 class Asker(Actor[Note | Question]):
-    def __init__(self, context: Context[object], listener: Address[Note]) -> None:
+    def __init__(self, context: Context[object], listener: Recipient[Note]) -> None:
         self._context, self._listener = context, listener
 
     def handle(self, message: Note | Question) -> None:

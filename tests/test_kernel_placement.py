@@ -56,7 +56,6 @@ from cuelight.kernel import (
     Actor,
     ActorCrashed,
     ActorSpec,
-    Address,
     AskTimeout,
     Context,
     Delivered,
@@ -70,6 +69,7 @@ from cuelight.kernel import (
     NotSendable,
     OnThread,
     Placement,
+    Recipient,
     Ref,
     RemoteError,
     RestartPolicy,
@@ -80,8 +80,8 @@ from cuelight.kernel import (
     Terminated,
     ask,
 )
-from cuelight.kernel.placement import Placed
-from cuelight.kernel.wire import WINDOW, Remote, Wire
+from cuelight.kernel.placement import RemoteLife
+from cuelight.kernel.wire import WINDOW, RemoteRef, Wire
 
 M = TypeVar("M")
 
@@ -464,7 +464,7 @@ async def test_a_spawned_actor_watches_those_of_the_cast(place: Placement, life:
 
 def _watchers(stage: Theatre) -> dict[str, int]:
     """How many watch each of those who are watched."""
-    return {name: len(seat.watchers) for name, seat in stage.system._seats.items() if seat.watchers}
+    return {name: len(slot.watchers) for name, slot in stage.system._slots.items() if slot.watchers}
 
 
 @everywhere
@@ -532,7 +532,7 @@ async def test_what_is_dropped_and_has_not_begun_is_not_handled(place: Placement
         for number in range(200):
             stage.player.tell(Note(number))
         await until(lambda: stage.system.statistics()["player"].length == 201 - WINDOW)
-        mailbox = stage.system._seats["player"].mailbox
+        mailbox = stage.system._slots["player"].mailbox
         stage.system.dismiss(PLAYER, drop=True)
         await asyncio.sleep(0)
         gate.open()
@@ -664,7 +664,7 @@ async def test_several_actors_in_several_systems(place: Placement) -> None:
 @elsewhere
 @played
 async def test_a_dropped_address_is_forgotten(place: Placement) -> None:
-    kept = _wires(lambda wire: len(wire._kept))
+    kept = _wires(lambda wire: len(wire._exported))
     async with theatre(place) as stage:
         for number in range(2000):
             await stage.do("clock", number)
@@ -688,12 +688,12 @@ async def test_an_address_of_a_life_that_is_over_keeps_nothing(place: Placement)
     async with theatre(place) as stage:
         stage.tell("spawn and show")
         await until(lambda: stage.all(Carry))
-        stale = cast(Remote, stage.all(Carry)[0].to)
+        stale = cast(RemoteRef, stage.all(Carry)[0].to)
         stage.tell("raise")
         await stage.ended()
         for _ in range(100):
             stale.wire.tell(0, (Hold,), Hold(Back()))
-        assert stale.wire._kept == {}
+        assert stale.wire._exported == {}
         await stage.do("who")
 
 
@@ -742,7 +742,7 @@ def _wires(of: Callable[[Wire], M]) -> Callable[[], list[M]]:
     """What is true of each wire's near end that is in use."""
 
     def look() -> list[M]:
-        return [of(each._wire) for each in gc.get_objects() if type(each) is Placed and not each.gone.done()]
+        return [of(each._wire) for each in gc.get_objects() if type(each) is RemoteLife and not each.exited.done()]
 
     return look
 
@@ -757,7 +757,7 @@ async def test_an_answer_after_the_asker_has_gone_is_harmless(place: Placement, 
         if not isinstance(place, InLoop):
             await until(gate.is_reached)
             with pytest.raises(AskTimeout):
-                await ask(stage.player, lambda reply_to: Do("who", reply_to=cast(Address[Answer], reply_to)), 0.0)
+                await ask(stage.player, lambda reply_to: Do("who", reply_to=cast(Recipient[Answer], reply_to)), 0.0)
             gate.open()
         await stage.do("who")
         assert stage.all(Terminated) == []
@@ -988,10 +988,10 @@ async def test_a_process_is_killed_while_its_constructor_waits(tmp_path: Path) -
         ref = stage.system.spawn(
             ActorSpec(role, partial(gated, path=str(gate)), RestartPolicy(restarts_max=1), InProcess())
         )
-        seat = stage.system._seats["gated"]
-        await until(lambda: seat.life)
+        slot = stage.system._slots["gated"]
+        await until(lambda: slot.life)
         stage.system.kill(role, "no longer wanted")
-        await until(lambda: seat.lives == 2)
+        await until(lambda: slot.lives == 2)
         await asyncio.to_thread(gate.write_text, "")
         assert (await stage.do("who", to=ref)).number != os.getpid()
 
@@ -1127,7 +1127,7 @@ async def test_garbage_from_a_process_is_its_crash() -> None:
 
 @played
 async def test_a_descendant_that_keeps_the_socket_delays_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuelight.kernel.placement._LAST_WORDS_SECONDS", 0.01)
+    monkeypatch.setattr("cuelight.kernel.placement._LAST_FRAMES_SECONDS", 0.01)
     async with theatre(InProcess()) as stage:
         pid = (await stage.do("who")).number
         stage.tell("leave a descendant")
@@ -1276,8 +1276,8 @@ async def test_cancelled_while_a_constructor_runs(place: Placement, gate: Gate) 
 @played
 async def test_stopped_while_a_restart_is_under_way(place: Placement, gate: Gate, tmp_path: Path) -> None:
     async with theatre(place, restart_policy=PATIENT) as stage:
-        seat = stage.system._seats["player"]
-        seat.part = replace(seat.part, build=partial(gated, path=gate.path))  # type: ignore[arg-type]  # of whatever protocol
+        slot = stage.system._slots["player"]
+        slot.part = replace(slot.part, build=partial(gated, path=gate.path))  # type: ignore[arg-type]  # of whatever protocol
         stage.tell("raise")
         await until(gate.is_reached)
         stopping = asyncio.ensure_future(stage.system.stop())

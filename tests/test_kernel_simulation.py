@@ -42,9 +42,9 @@ from cuelight.kernel import (
     Strategy,
     Terminated,
 )
-from cuelight.kernel.faults import Faults, SimulatedCrash, SimulatedKill, Striker
+from cuelight.kernel.faults import FaultInjector, Faults, SimulatedCrash, SimulatedKill
 from cuelight.kernel.simulation import Simulation, SimulationError, for_each_seed
-from cuelight.kernel.virtual import VirtualMailbox, _Edge
+from cuelight.kernel.virtual import VirtualMailbox, _Channel
 from cuelight.kernel.wire import WINDOW
 from cuelight.messages.address import Address
 
@@ -297,8 +297,8 @@ def _remembers(self: Mailbox) -> None:
     pass
 
 
-def _overtakes(self: VirtualMailbox, edge: _Edge) -> None:
-    edge.under_way.rotate(1)
+def _overtakes(self: VirtualMailbox, edge: _Channel) -> None:
+    edge.in_transit.rotate(1)
     ARRIVE(self, edge)
 
 
@@ -314,7 +314,7 @@ def _drops(self: VirtualMailbox, *, drop: bool) -> None:
     Mailbox.close(self, drop=True)
 
 
-def _hands_over_all(self: Striker, seat: object) -> int:
+def _hands_over_all(self: FaultInjector, seat: object) -> int:
     return len(seat.mailbox)  # type: ignore[attr-defined]  # a seat
 
 
@@ -330,7 +330,7 @@ def _hands_over_all(self: Striker, seat: object) -> int:
         (VirtualMailbox, "post", _hastens, "out of turn"),
         (VirtualMailbox, "close", _drops, "never come"),
         (VirtualMailbox, "sender_ended", _gives_up, "is due|out of turn|never come"),
-        (Striker, "lost_with", _hands_over_all, "messages are lost"),
+        (FaultInjector, "lost_count", _hands_over_all, "messages are lost"),
     ],
 )
 def test_histories_find_a_planted_bug(

@@ -44,7 +44,7 @@ from cuelight.kernel import (
     Terminated,
     ask,
 )
-from cuelight.kernel.supervision import judge
+from cuelight.kernel.supervision import restart_delay
 
 AGAIN = RestartPolicy(restarts_max=10)
 """Restarts alone; 0.05 s after the first crash."""
@@ -63,7 +63,7 @@ def born(*lives: str) -> list[str]:
 def test_each_restart_in_the_window_waits_twice_as_long_up_to_a_maximum() -> None:
     restart_policy = RestartPolicy(restarts_max=100, window_seconds=60.0, backoff_seconds=0.1, backoff_max_seconds=1.0)
     crashes: list[float] = []
-    delays = [judge(restart_policy, crashes, number * 0.1, Steady(0.0)) for number in range(100)]
+    delays = [restart_delay(restart_policy, crashes, number * 0.1, Steady(0.0)) for number in range(100)]
     assert delays[:6] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
     assert set(delays[4:]) == {1.0}
 
@@ -72,7 +72,7 @@ def test_a_random_part_of_up_to_a_half_is_left_out_of_a_wait() -> None:
     restart_policy = RestartPolicy(restarts_max=1000, backoff_seconds=1.0, backoff_max_seconds=1.0)
     chance, same = random.Random(3), random.Random(3)
     crashes: list[float] = []
-    delays = [judge(restart_policy, crashes, 0.0, chance) for _ in range(1000)]
+    delays = [restart_delay(restart_policy, crashes, 0.0, chance) for _ in range(1000)]
     assert delays == [1 - same.random() / 2 for _ in range(1000)]
     assert 0.5 < min(delays) < 0.51
     assert 0.99 < max(delays) <= 1.0
@@ -83,7 +83,7 @@ def test_old_crashes_leave_the_window() -> None:
     crashes: list[float] = []
 
     def delay(now: float) -> float | None:
-        return judge(restart_policy, crashes, now, Steady(0.0))
+        return restart_delay(restart_policy, crashes, now, Steady(0.0))
 
     assert [delay(0.0), delay(6.0)] == [0.1, 0.2]
     assert delay(9.9) is None
@@ -95,10 +95,10 @@ def test_old_crashes_leave_the_window() -> None:
 def test_each_actors_crashes_are_its_own() -> None:
     restart_policy, chance = RestartPolicy(restarts_max=1), Steady(0.0)
     crashes: dict[str, list[float]] = {"a": [], "b": []}
-    assert judge(restart_policy, crashes["a"], 0.0, chance) is not None
-    assert judge(restart_policy, crashes["b"], 0.0, chance) is not None
-    assert judge(restart_policy, crashes["a"], 0.0, chance) is None
-    assert judge(RestartPolicy(), [], 0.0, chance) is None
+    assert restart_delay(restart_policy, crashes["a"], 0.0, chance) is not None
+    assert restart_delay(restart_policy, crashes["b"], 0.0, chance) is not None
+    assert restart_delay(restart_policy, crashes["a"], 0.0, chance) is None
+    assert restart_delay(RestartPolicy(), [], 0.0, chance) is None
 
 
 @on_each_loop
@@ -1105,7 +1105,7 @@ async def test_a_system_forgets_watchers_that_are_gone() -> None:
         for number in range(10):
             system.dismiss(player(f"w{number}"))
         await settle()
-        assert not system._seats["a"].watchers
+        assert not system._slots["a"].watchers
         for number in range(10):
             system.spawn(troupe.part(f"w{number}"))
             troupe.tell("a", watching(f"w{number}"))
@@ -1113,7 +1113,7 @@ async def test_a_system_forgets_watchers_that_are_gone() -> None:
         for number in range(10):
             system.dismiss(player(f"w{number}"))
         await settle()
-        assert not system._seats["a"].watched
+        assert not system._slots["a"].watched
 
 
 @on_each_loop

@@ -26,7 +26,6 @@ from cuelight.kernel import (
     Actor,
     ActorCrashed,
     ActorSpec,
-    Address,
     Context,
     Delivered,
     Ended,
@@ -34,6 +33,7 @@ from cuelight.kernel import (
     JournalError,
     NotAccepted,
     OnThread,
+    Recipient,
     Ref,
     RestartPolicy,
     Role,
@@ -56,7 +56,7 @@ class Roll(msgspec.Struct, frozen=True, tag=True):
     """Tell what the dice say, at once, after a while, and from a thread; `client` hears when it is done."""
 
     number: int
-    client: Address[Done]
+    client: Recipient[Done]
 
 
 class Break(msgspec.Struct, frozen=True, tag=True):
@@ -83,23 +83,23 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
     number: int
-    client: Address[Done]
-    reply_to: Address[Answer]
+    client: Recipient[Done]
+    reply_to: Recipient[Answer]
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
     number: int
-    client: Address[Done]
+    client: Recipient[Done]
 
 
 class _Rung(msgspec.Struct, frozen=True, tag=True):
     number: int
-    client: Address[Done]
+    client: Recipient[Done]
 
 
 class _Worked(msgspec.Struct, frozen=True, tag=True):
     number: int
-    client: Address[Done]
+    client: Recipient[Done]
 
 
 DiceMessage: TypeAlias = Roll | Break | Answer | Terminated

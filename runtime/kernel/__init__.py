@@ -20,14 +20,14 @@ from cuelight.kernel.faults import Faults, SimulatedCrash, SimulatedKill
 from cuelight.kernel.journal import Journal
 from cuelight.kernel.mailbox import OWN, Mailbox, MailboxStatistics
 from cuelight.kernel.records import JournalError, JournalReader, Recorded, read_journal
-from cuelight.kernel.ref import Address, Ref, ask
+from cuelight.kernel.ref import Recipient, Ref, ask
 from cuelight.kernel.simulation import Simulation, SimulationError, for_each_seed
 from cuelight.kernel.supervision import ExitCause, RestartPolicy, Strategy, Terminated
 from cuelight.kernel.system import System
 from cuelight.kernel.worker import Worker, WorkerThread
 from cuelight.log import Logger, get_logger
 
-__all__ = ["Actor", "Address", "Context", "Ref", "System", "ask"]
+__all__ = ["Actor", "Recipient", "Context", "Ref", "System", "ask"]
 __all__ += [
     "ExitCause",
     "RestartPolicy",

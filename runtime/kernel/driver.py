@@ -15,9 +15,9 @@ from cuelight.kernel.actor import ActorSpec, InLoop
 from cuelight.kernel.clock import Clock, LoopClock
 from cuelight.kernel.errors import ActorCrashed, RemoteError
 from cuelight.kernel.events import Delivered, Tap
-from cuelight.kernel.placement import Engagement, Placed, prepare
-from cuelight.kernel.ref import Deadlines
-from cuelight.kernel.stage import Life, Seat, Stage
+from cuelight.kernel.placement import RemoteLife, RemoteLifeSpec, prepare_mailbox
+from cuelight.kernel.ref import AskDeadlines
+from cuelight.kernel.stage import ActorSlot, ActorTable, Life
 from cuelight.kernel.worker import WorkerThread
 
 TURN_MESSAGES = 64
@@ -29,7 +29,7 @@ class _Running:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.deadlines = Deadlines(loop, LoopClock())
+        self.deadlines = AskDeadlines(loop, LoopClock())
         self.tasks = asyncio.TaskGroup()
         self.grace = anyio.CancelScope()
         """Cancelled when the time for an orderly stop is over."""
@@ -37,7 +37,7 @@ class _Running:
         """The task that owns `tasks`, once every actor is built."""
 
 
-class AsyncioDriver(Stage):
+class AsyncioDriver(ActorTable):
     """Runs a cast in one event loop; a subclass says how the life of an actor placed on a thread is run there.
 
     See `System` for the arguments.
@@ -70,7 +70,7 @@ class AsyncioDriver(Stage):
         self._opener: asyncio.Task[object] | None = None
 
     @abstractmethod
-    def run_remote_life(self, connection: socket.socket, spec: Engagement) -> None:
+    def run_remote_life(self, connection: socket.socket, spec: RemoteLifeSpec) -> None:
         """Run one life of an actor placed on a thread, in a new event loop of the calling thread."""
 
     async def start(self) -> None:
@@ -83,7 +83,7 @@ class AsyncioDriver(Stage):
         assert self._running is None, "a system is started once"
         running = self._running = _Running(asyncio.get_running_loop())
         for part in self._cast:
-            self._add_seat(part)
+            self._add_slot(part)
         async with self._starting:
             try:
                 await self._build_all()
@@ -92,22 +92,22 @@ class AsyncioDriver(Stage):
                 await started.wait()
             except BaseException:  # to its opener it never started, so nobody else will stop it
                 self.is_dropping = True
-                for seat in self._seats.values():
-                    if isinstance(seat.life, Placed):  # nor wait for what its process may be at
-                        seat.life.hear_stopped()
-                        seat.life.end(drop=True)
-                await (self._clear(running) if running.host is None else self.stop())
+                for slot in self._slots.values():
+                    if isinstance(slot.life, RemoteLife):  # nor wait for what its process may be at
+                        slot.life.on_stopped()
+                        slot.life.end(drop=True)
+                await (self._clean_up(running) if running.host is None else self.stop())
                 raise
 
     async def _build_all(self) -> None:
         """Build every actor, here or where it is placed. Raises ActorCrashed."""
-        for seat in self._seats.values():
-            self._prepare(seat)
-        for seat in self._seats.values():
+        for slot in self._slots.values():
+            self._prepare(slot)
+        for slot in self._slots.values():
             try:
-                await self._enter(seat)
+                await self._open_life(slot)
             except ActorCrashed as crash:
-                if crash.message_type or self._closing.is_set() or not seat.part.restart_policy.restarts_at_start:
+                if crash.message_type or self._closing.is_set() or not slot.part.restart_policy.restarts_at_start:
                     raise
                 # What ended before its first word is over as soon as it is led, and its restart policy decides.
 
@@ -120,10 +120,10 @@ class AsyncioDriver(Stage):
         """
         host = None if self._running is None else self._running.host
         if host is None:
-            if self._seats:
+            if self._slots:
                 self._closing.set()
-            for seat in self._seats.values():  # where it is just being started, that comes to nothing
-                self.kill(seat.part.role, "the system was stopped")
+            for slot in self._slots.values():  # where it is just being started, that comes to nothing
+                self.kill(slot.part.role, "the system was stopped")
             async with self._starting:
                 return
         if not host.done():  # maybe long ago, in a loop that is closed by now
@@ -131,11 +131,11 @@ class AsyncioDriver(Stage):
                 raise RuntimeError("a system is stopped in the event loop in which it was started")
             self.is_dropping = self.is_dropping or drop
             self._closing.set()
-            hurry = None if timeout_seconds is None else self.clock.call_later(timeout_seconds, self._hurry)
+            deadline = None if timeout_seconds is None else self.clock.call_later(timeout_seconds, self._end_grace)
             with anyio.CancelScope(shield=True):  # a cancelled scope around the system would not let it end
                 await asyncio.wait([host])
-            if hurry is not None:
-                hurry.cancel()
+            if deadline is not None:
+                deadline.cancel()
         if not host.cancelled() and (error := host.exception()) is not None:
             raise error
 
@@ -156,33 +156,33 @@ class AsyncioDriver(Stage):
         if self.failure is not None and (error is None or (is_ours and isinstance(error, asyncio.CancelledError))):
             raise self.failure
 
-    def hire(self, name: str, post: Callable[[object], None]) -> WorkerThread[object]:
+    def new_worker(self, name: str, post: Callable[[object], None]) -> WorkerThread[object]:
         """A thread whose results go to `post`; the system ends it."""
         worker = WorkerThread(f"cuelight {name}", post, asyncio.get_running_loop())
         self._workers.add(worker)
         return worker
 
-    def _prepare(self, seat: Seat) -> None:
+    def _prepare(self, slot: ActorSlot) -> None:
         """Asks share their deadlines; messages to an actor that lives elsewhere are made ready at their senders."""
-        seat.ref.deadlines = self._started().deadlines
-        if not isinstance(seat.part.placement, InLoop):
-            prepare(self, seat)
+        slot.ref.deadlines = self._require_running().deadlines
+        if not isinstance(slot.part.placement, InLoop):
+            prepare_mailbox(self, slot)
 
-    async def _enter(self, seat: Seat) -> Life:
+    async def _open_life(self, slot: ActorSlot) -> Life:
         """Bring a new life into being, wherever it is to be lived."""
-        if isinstance(seat.part.placement, InLoop):
-            return self._build(seat)
+        if isinstance(slot.part.placement, InLoop):
+            return self._build(slot)
         try:
-            life = Placed(self, seat, self.run_remote_life)
+            life = RemoteLife(self, slot, self.run_remote_life)
         except BaseException:
-            seat.life = None  # which is half made: nothing of it has begun
+            slot.life = None  # which is half made: nothing of it has begun
             raise
         return await life.open()
 
-    def _begin(self, seat: Seat) -> None:
-        seat.task = self._started().tasks.create_task(self._live(seat), name=f"cuelight {seat.name}")
+    def _begin_life(self, slot: ActorSlot) -> None:
+        slot.task = self._require_running().tasks.create_task(self._run_life(slot), name=f"cuelight {slot.name}")
 
-    def _started(self) -> _Running:
+    def _require_running(self) -> _Running:
         assert self._running is not None, "a system lives from its start on"
         return self._running
 
@@ -190,65 +190,65 @@ class AsyncioDriver(Stage):
         """The host task: everything the system runs ends before this does."""
         try:
             async with running.tasks:
-                for seat in self._seats.values():
-                    self._begin(seat)
+                for slot in self._slots.values():
+                    self._begin_life(slot)
                 started.set()
                 await self._closing.wait()
                 for restart in list(self._restarts):
                     restart.cancel()
                     await asyncio.wait([restart])
-                for seat in reversed(list(self._seats.values())):
-                    seat.mailbox.close(drop=self.is_dropping)
-                    if seat.task is not None:
-                        await asyncio.wait([seat.task])
+                for slot in reversed(list(self._slots.values())):
+                    slot.mailbox.close(drop=self.is_dropping)
+                    if slot.task is not None:
+                        await asyncio.wait([slot.task])
         finally:
             self._closing.set()
             running.deadlines.close()
             self._on_end()
-            await self._clear(running)
+            await self._clean_up(running)
 
-    async def _live(self, seat: Seat) -> None:
+    async def _run_life(self, slot: ActorSlot) -> None:
         """One life of an actor: the only place that awaits on its behalf."""
         crash = None
         try:
-            life = seat.life or await self._enter(seat)
-            await (life.perform() if isinstance(life, Placed) else self._perform(seat, life))
+            life = slot.life or await self._open_life(slot)
+            await (life.forward_messages() if isinstance(life, RemoteLife) else self._deliver_messages(slot, life))
         except ActorCrashed as error:
             crash = error
         except asyncio.CancelledError:
-            self._give_up(seat)  # not our doing, and the others cannot go on without this one
+            self._abort(slot)  # not our doing, and the others cannot go on without this one
             raise
-        self._end(seat, crash)
+        self._end(slot, crash)
         crash = None  # whose traceback holds this frame, and what the life that is over has held
 
-    async def _perform(self, seat: Seat, life: Life) -> None:
-        """Deliver messages until the mailbox is closed and empty, or the seat is to be left. Raises ActorCrashed."""
-        actor, mailbox, moment, now = life.actor, seat.mailbox, self.moment, self.clock.now
+    async def _deliver_messages(self, slot: ActorSlot, life: Life) -> None:
+        """Deliver messages until the mailbox is closed and empty, or the slot is to be left. Raises ActorCrashed."""
+        actor, mailbox, actor_clock, now = life.actor, slot.mailbox, self.actor_clock, self.clock.now
         tap, slow = self.tap, self.slow_handler_seconds
         take, urgent, ordinary = mailbox.take, mailbox.urgent, mailbox.ordinary
-        self._act(seat, life.seconds, actor.started, "started")
-        while not life.is_leaving:
+        self._call_actor(slot, life.seconds, actor.started, "started")
+        while not life.is_stop_requested:
             await mailbox.wait()
-            moment.acting, began = seat.name, now()
+            actor_clock.acting, began = slot.name, now()
             try:
                 for _ in range(TURN_MESSAGES):
-                    if life.is_leaving or not (urgent or ordinary):
+                    if life.is_stop_requested or not (urgent or ordinary):
                         break
                     _, sender, message = take()
-                    moment.seconds = began
+                    actor_clock.seconds = began
                     if tap is not None:
-                        tap(Delivered(began, sender, seat.name, message))
+                        tap(Delivered(began, sender, slot.name, message))
                     actor.handle(message)
                     ended = now()
                     if ended - began > slow:
-                        self.report_slow(seat.name, type(message).__qualname__, ended - began)
+                        self.report_slow(slot.name, type(message).__qualname__, ended - began)
                     began = ended
             except self.interrupts:
                 raise
             except BaseException as error:
-                raise ActorCrashed(seat.name, type(message).__qualname__, error, message) from error
+                raise ActorCrashed(slot.name, type(message).__qualname__, error, message) from error
             finally:
-                moment.acting = ""
+                actor_clock.acting = ""
             message = None  # an idle actor keeps nothing alive
             if urgent or ordinary:
                 await asyncio.sleep(0)
@@ -257,67 +257,67 @@ class AsyncioDriver(Stage):
         if life.crash is not None:
             raise life.crash
         life.ended_seconds = now()
-        self._act(seat, life.ended_seconds, actor.stopped, "stopped")
+        self._call_actor(slot, life.ended_seconds, actor.stopped, "stopped")
 
-    def _give_up(self, seat: Seat) -> None:
+    def _abort(self, slot: ActorSlot) -> None:
         """This one can do no more, so all are stopped without handling what waits."""
         self.is_dropping = True
         self._closing.set()
-        seat.mailbox.close(drop=True)
+        slot.mailbox.close(drop=True)
 
-    def _fail(self, seat: Seat, crash: ActorCrashed) -> None:
+    def _fail(self, slot: ActorSlot, crash: ActorCrashed) -> None:
         """Stop everyone, and tell whoever opened the system."""
-        self._give_up(seat)
+        self._abort(slot)
         if self.failure is None:
             self.failure = crash
             if self._opener is not None:
                 self._opener.cancel()
             self._on_failure(crash)
 
-    def _begin_restart(self, group: Sequence[Seat], delay_seconds: float) -> None:
+    def _begin_restart(self, group: Sequence[ActorSlot], delay_seconds: float) -> None:
         restart = self._restart(group, delay_seconds)
-        self._restarts.add(self._started().tasks.create_task(restart, name="cuelight restart"))
+        self._restarts.add(self._require_running().tasks.create_task(restart, name="cuelight restart"))
 
-    async def _restart(self, group: Sequence[Seat], delay_seconds: float) -> None:
-        for seat in reversed(group):
+    async def _restart(self, group: Sequence[ActorSlot], delay_seconds: float) -> None:
+        for slot in reversed(group):
             # Twice where a lesser restart is just bringing it back.
-            while seat.restart is group and seat.task is not None and not seat.task.done():
-                if seat.life is not None:
-                    seat.life.leave()
-                await asyncio.wait([seat.task])
+            while slot.restart is group and slot.task is not None and not slot.task.done():
+                if slot.life is not None:
+                    slot.life.request_stop()
+                await asyncio.wait([slot.task])
         with ExitStack() as exits:
             over = asyncio.Event()
             exits.callback(self.clock.call_later(delay_seconds, over.set).cancel)
             await over.wait()
         # Those that no greater restart has taken over meanwhile, and that have not left the cast.
-        for seat in (each for each in group if each.restart is group):
-            seat.restart, seat.task = None, asyncio.current_task()
+        for slot in (each for each in group if each.restart is group):
+            slot.restart, slot.task = None, asyncio.current_task()
             try:
-                await self._enter(seat)
+                await self._open_life(slot)
             except ActorCrashed as crash:
-                self._end(seat, crash)
+                self._end(slot, crash)
             else:
-                self._begin(seat)
+                self._begin_life(slot)
 
-    def _hurry(self) -> None:
+    def _end_grace(self) -> None:
         """The time for an orderly stop is over."""
         self.is_dropping = True
-        self._started().grace.cancel()
-        for seat in self._seats.values():
-            seat.mailbox.close(drop=True)
-            if isinstance(seat.life, Placed):
-                seat.life.hear_stopped()  # as far as anybody waits for it
-                seat.life.ended(RemoteError("it took too long"))
+        self._require_running().grace.cancel()
+        for slot in self._slots.values():
+            slot.mailbox.close(drop=True)
+            if isinstance(slot.life, RemoteLife):
+                slot.life.on_stopped()  # as far as anybody waits for it
+                slot.life.set_exited(RemoteError("it took too long"))
 
-    async def _clear(self, running: _Running) -> None:
+    async def _clean_up(self, running: _Running) -> None:
         """End whatever the lives have left behind."""
         with anyio.CancelScope(shield=True):
-            for seat in list(self._seats.values()):
-                seat.mailbox.close(drop=True)
-                if seat.life is not None:  # it was cancelled
-                    seat.life.end(drop=self.is_dropping)
-                if isinstance(seat.life, Placed):
-                    await asyncio.wait([seat.life.gone])
+            for slot in list(self._slots.values()):
+                slot.mailbox.close(drop=True)
+                if slot.life is not None:  # it was cancelled
+                    slot.life.end(drop=self.is_dropping)
+                if isinstance(slot.life, RemoteLife):
+                    await asyncio.wait([slot.life.exited])
             with running.grace:
                 for worker in list(self._workers):
                     await worker.ended()

@@ -44,7 +44,7 @@ class ActorStopped(KernelError):
     """The actor has stopped for good and will never answer."""
 
 
-def shown(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Its repr, as text that can be sent and written; of one whose repr fails, its type."""
     try:
         return repr(error).encode("utf-8", "backslashreplace").decode()
@@ -87,7 +87,7 @@ class ActorCrashed(KernelError):
     """
 
     def __init__(self, actor: str, message_type: str, error: BaseException, message: object = None) -> None:
-        happened = f"crashed on {message_type}: {shown(error)}" if message_type else f"died: {error}"
+        happened = f"crashed on {message_type}: {describe(error)}" if message_type else f"died: {error}"
         super().__init__(f"actor {actor!r} {happened}")
         self.actor = actor
         self.message_type = message_type

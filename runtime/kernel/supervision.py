@@ -74,7 +74,9 @@ class Terminated(msgspec.Struct, frozen=True, tag=True):
     killed_by: str = ""
 
 
-def judge(restart_policy: RestartPolicy, crashes: list[float], now: float, chance: random.Random) -> float | None:
+def restart_delay(
+    restart_policy: RestartPolicy, crashes: list[float], now: float, chance: random.Random
+) -> float | None:
     """Return the seconds until an actor with this restart policy restarts after a crash; None ends the system.
 
     `crashes` remembers its earlier ones, and this one too where it restarts.

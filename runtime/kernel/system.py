@@ -3,8 +3,8 @@
 import socket
 
 from cuelight.kernel.driver import AsyncioDriver
-from cuelight.kernel.elsewhere import live
-from cuelight.kernel.placement import Engagement
+from cuelight.kernel.elsewhere import run_life
+from cuelight.kernel.placement import RemoteLifeSpec
 
 
 class System(AsyncioDriver):
@@ -23,6 +23,6 @@ class System(AsyncioDriver):
         slow_handler_seconds: a handler that takes longer is logged as `slow_handler`, with actor, message and time.
     """
 
-    def run_remote_life(self, connection: socket.socket, spec: Engagement) -> None:
+    def run_remote_life(self, connection: socket.socket, spec: RemoteLifeSpec) -> None:
         """Run one life of an actor placed on a thread, in a new event loop of the calling thread."""
-        live(connection, spec)
+        run_life(connection, spec)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
-from cuelight.kernel import Actor, ActorSpec, Address, Context, Ref, Role, System, Worker, ask
+from cuelight.kernel import Actor, ActorSpec, Context, Recipient, Ref, Role, System, Worker, ask
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Report:
     """Say what the most common words are, once `file_count` files are done. Answered once: `Summary`."""
 
     file_count: int
-    reply_to: Address[Summary]
+    reply_to: Recipient[Summary]
 
 
 @dataclass(frozen=True)

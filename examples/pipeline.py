@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO, TypeAlias, assert_never
 
-from cuelight.kernel import Actor, ActorSpec, Address, Context, Role, System, Worker, ask
+from cuelight.kernel import Actor, ActorSpec, Context, Recipient, Role, System, Worker, ask
 
 WINDOW = 16
 """Items that are on their way from the source into the file, at most."""
@@ -41,7 +41,7 @@ class AwaitEnd:
     """Answered once: when `count` items are written."""
 
     count: int
-    reply_to: Address[int]
+    reply_to: Recipient[int]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, assert_never
 
-from cuelight.kernel import Actor, ActorSpec, Address, Context, RestartPolicy, Role
+from cuelight.kernel import Actor, ActorSpec, Context, Recipient, RestartPolicy, Role
 from cuelight.kernel.faults import Faults
 from cuelight.kernel.simulation import Simulation, for_each_seed
 
@@ -27,7 +27,7 @@ class Increment:
     """Count one more, once for each number. Answered by `Acknowledged`, unless the replica crashes."""
 
     number: int
-    reply_to: Address[Acknowledged]
+    reply_to: Recipient[Acknowledged]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from cuelight.messages.request import FinishReason, Refusal, RequestId, Usage
+from cuelight.messages.request import FailureCause, FinishReason, Refusal, RequestId, Usage
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -41,7 +41,8 @@ class Chunk(msgspec.Struct, frozen=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """The last message of an accepted request. `error` says what went wrong when `reason` is `FAILED`.
+    """The last message of an accepted request. `error` says what went wrong when `reason` is `FAILED`, and
+    `failure` which kind of failure that was.
 
     `queued_seconds` it waited for its first blocks; `running_seconds` it held blocks, in all.
     """
@@ -53,6 +54,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     preemptions: int
     error: str = ""
     running_seconds: float = 0.0
+    failure: FailureCause | None = None
 
 
 ClientMessage: TypeAlias = Accepted | Rejected | Chunk | End

@@ -9,7 +9,7 @@ import msgspec
 from cuelight.messages.address import Address
 from cuelight.messages.client import Chunk, End
 from cuelight.messages.intake import Opened, Streams
-from cuelight.messages.request import FinishReason, RequestId, Usage
+from cuelight.messages.request import FailureCause, FinishReason, RequestId, Usage
 from cuelight.messages.scheduler import IntakeStarted
 
 
@@ -77,7 +77,8 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     """No more tokens of this request: flush its text and end its stream. Confirmed: `Finished` to intake, `Closed` to
     the scheduler. Ignored for a stream that is unknown, or that has not been given all `usage.output_tokens`.
 
-    `queued_seconds` it waited for its first blocks; `running_seconds` it held blocks, in all.
+    `queued_seconds` it waited for its first blocks; `running_seconds` it held blocks, in all. `failure` is set where
+    `reason` is `FAILED`.
     """
 
     request_id: RequestId
@@ -87,6 +88,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     preemptions: int
     error: str = ""
     running_seconds: float = 0.0
+    failure: FailureCause | None = None
 
 
 DetokenizerMessage: TypeAlias = (

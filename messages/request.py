@@ -107,6 +107,25 @@ class FinishReason(StrEnum):
     """The engine could not go on with this request; the end message says why."""
 
 
+class FailureCause(StrEnum):
+    """Why a request ended for `FinishReason.FAILED`."""
+
+    EXECUTOR_DEATHS = "executor_deaths"
+    """The executor died several times while it computed this request, the last time this request alone."""
+    ACTOR_CRASHES = "actor_crashes"
+    """Another actor crashed twice in a row on a message about this request."""
+    STEP_FAILED = "step_failed"
+    """Two steps with this request raised, or the device refused its result."""
+    NO_ROOM = "no_room"
+    """The block pool cannot hold the request, even alone."""
+    STALLED = "stalled"
+    """No step could be planned for any request, and this one stood first."""
+    NOT_ADMITTED = "not_admitted"
+    """The scheduler could not go on with a request that it was sent again."""
+    UNDECODABLE = "undecodable"
+    """The tokenizer raised on the request's output tokens."""
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Token counts of one request. `cached_tokens` of the prompt were found in the prefix cache."""
 

@@ -23,7 +23,7 @@ from cuelight.ensemble import (
     load_parts,
 )
 from cuelight.fingerprint import Fingerprint, fingerprint
-from cuelight.kernel import ActorSpec, Address, Role
+from cuelight.kernel import ActorSpec, Recipient, Role
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.observer import ObserverMessage
 from cuelight.messages.scheduler import SchedulerMessage
@@ -32,7 +32,7 @@ from cuelight.store import model_path
 
 B = TypeVar("B")
 
-BuildActors: TypeAlias = Callable[[EngineConfig, Roles, Address[ObserverMessage], Lead], tuple[ActorSpec[Never], ...]]
+BuildActors: TypeAlias = Callable[[EngineConfig, Roles, Recipient[ObserverMessage], Lead], tuple[ActorSpec[Never], ...]]
 BuildExecutor: TypeAlias = Callable[[Role[ExecutorMessage], Role[SchedulerMessage]], ActorSpec[ExecutorMessage]]
 
 

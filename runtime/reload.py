@@ -13,7 +13,7 @@ from cuelight import errors
 from cuelight.actors.executor.lasting import LastingMemory
 from cuelight.config import is_one_of, shown
 from cuelight.ensemble import Lead, Roles
-from cuelight.kernel import ActorSpec, Address, NotSendable, Role, System
+from cuelight.kernel import ActorSpec, NotSendable, Recipient, Role, System
 from cuelight.loaders import ModelLoader, NextModel
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.observer import Switched, SwitchFailed
@@ -103,7 +103,7 @@ class Models:
         facts, mark = other.origin.facts, other.origin.fingerprint
         context_length = min(facts.context_length, self._config.context_length or facts.context_length)
 
-        def switch(reply_to: Address[Switched | SwitchFailed]) -> Switch:
+        def switch(reply_to: Recipient[Switched | SwitchFailed]) -> Switch:
             return Switch(role.name, mark.model, recompute, context_length, facts.eos_token_ids, reply_to)
 
         def over(is_done: bool) -> None:
@@ -138,7 +138,7 @@ class Reload:
         target: ReloadTarget,
         spec: ActorSpec[ExecutorMessage],
         lasting: LastingMemory | None,
-        switch: Callable[[Address[Switched | SwitchFailed]], Switch],
+        switch: Callable[[Recipient[Switched | SwitchFailed]], Switch],
         on_over: Callable[[bool], None],
     ) -> None:
         """`on_over` is told, within a handler of the scheduler, whether the other model has taken over.

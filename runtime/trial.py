@@ -18,7 +18,7 @@ from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.stub import StubDevice
 from cuelight.config import ModelFacts
 from cuelight.ensemble import EXECUTOR_RESTART_POLICY, Ensemble, Lead, Roles, actor_specs, lives_in_process, roles
-from cuelight.kernel import Actor, ActorSpec, Context, Delivered, Ended, Event, InLoop, InProcess, Role
+from cuelight.kernel import Actor, ActorSpec, Context, Delivered, Ended, Event, ExitCause, InLoop, InProcess, Role
 from cuelight.kernel.errors import ActorCrashed
 from cuelight.kernel.faults import SimulatedCrash
 from cuelight.kernel.simulation import Simulation
@@ -172,7 +172,7 @@ class History:
             if (actor := self._kills.get(self._deliveries)) is not None:
                 role = self._lead.executor if actor == "executor" else _role(self._cast, actor)
                 self._simulation.kill(role, "drawn")
-        elif isinstance(event, Ended) and event.error:
+        elif isinstance(event, Ended) and event.cause is not ExitCause.STOPPED:
             self._deaths[event.actor.partition(" ")[0]] += 1
             if event.actor == self._cast.scheduler.name:
                 self._simulation.at(self._simulation.clock.now(), self._changes.repeat)
@@ -180,7 +180,7 @@ class History:
                 raise self._mistake
 
     def _judge(self, crash: ActorCrashed) -> None:
-        if crash.message_type and not isinstance(crash.__cause__, MISFORTUNES):  # else it was killed
+        if crash.cause is ExitCause.CRASHED and not isinstance(crash.__cause__, MISFORTUNES):
             self._mistake = crash
 
     def _draw_requests(self) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from cuelight.client import Inbox
 from cuelight.messages.client import Accepted, Chunk, ClientMessage, End, Rejected
 from cuelight.messages.intake import Cancel, Submit
-from cuelight.messages.request import FinishReason, Prompt, Refusal, RequestId, Sampling, Service
+from cuelight.messages.request import FailureCause, FinishReason, Prompt, Refusal, RequestId, Sampling, Service
 from cuelight.testing import END_TOKEN, decode, encode
 from cuelight.trial_device import ALPHABET, next_token
 
@@ -123,7 +123,7 @@ class Client:
 
     def _check_failure(self, end: End, excuses: Excuses, *, is_poison: bool) -> None:
         who = f"request {self.request_id}"
-        if "has brought the executor down" in end.error:
+        if end.failure is FailureCause.EXECUTOR_DEATHS:
             assert excuses.executor_deaths >= 3, f"{who} fails after {excuses.executor_deaths} deaths: {end.error}"
         else:
             failed = excuses.failed_steps

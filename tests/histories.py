@@ -23,6 +23,7 @@ from cuelight.kernel import (
     Delivered,
     Ended,
     Event,
+    ExitCause,
     InLoop,
     InProcess,
     MailboxFull,
@@ -95,7 +96,7 @@ class Ledger:
         self.posted: Counter[str] = Counter()
         self.lives: dict[str, _Life] = {}
         self.lives_before: Counter[str] = Counter()
-        self.last_error: dict[str, str] = {}
+        self.last_end: dict[str, Ended] = {}
         self.ended_at: dict[tuple[str, int], float] = {}
         self.timers: list[tuple[str, int, float]] = []
         self.watched: dict[str, dict[str, Ref[Messages]]] = defaultdict(dict)
@@ -177,12 +178,12 @@ class Ledger:
         assert event.life == life.number
         self.lives_before[actor] = life.number
         self.ended_at[actor, life.number] = event.seconds
-        self.last_error[actor] = event.error
+        self.last_end[actor] = event
         lost = len(life.delivered) - len(life.handled)
         assert all(a is b for a, b in zip(life.delivered, life.handled, strict=False)), f"{actor} handles what it likes"
-        is_from_outside = "it was killed" in event.error
-        is_death = "SimulatedKill" in event.error or (is_from_outside and isinstance(dict(CAST)[actor], InProcess))
-        allowed = WINDOW if is_death else 1 if event.error and not is_from_outside else 0
+        is_kill_of_process = event.cause is ExitCause.KILLED and isinstance(dict(CAST)[actor], InProcess)
+        is_death = event.cause is ExitCause.SIGNALED or is_kill_of_process
+        allowed = WINDOW if is_death else 1 if event.cause is ExitCause.CRASHED else 0
         assert 0 <= lost <= allowed, f"{lost} messages are lost with {actor}, which ended with {event.error!r}"
         self.lost += lost
         if is_death:
@@ -210,7 +211,7 @@ class Ledger:
             missing = told - sum(self.arrived[edge] for edge in edges)
             is_stopped = simulation.find(roles[name]).is_stopped
             assert is_stopped or name in self.lives, f"{name} has neither a life nor come to its end"
-            if not is_stopped or (name in drained and not self.last_error[name]):
+            if not is_stopped or (name in drained and self.last_end[name].cause is ExitCause.STOPPED):
                 assert not missing, f"{missing} messages to {name} have never come"
                 unheard = sum(len(ends) for (_, who), ends in self.ends_to_hear.items() if who == name)
                 assert not unheard, f"{unheard} ends have never come to the ears of {name}"

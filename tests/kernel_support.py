@@ -20,9 +20,10 @@ from cuelight.kernel import (
     Actor,
     ActorCrashed,
     ActorSpec,
-    Address,
     Context,
     Event,
+    ExitCause,
+    Recipient,
     RestartPolicy,
     Role,
     System,
@@ -133,7 +134,7 @@ class Urgent:
 
 @dataclass(frozen=True)
 class Question:
-    reply_to: Address[int]
+    reply_to: Recipient[int]
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,11 @@ class Player(Actor[Line]):
                 action(self._context)
             case Question(reply_to):
                 reply_to.tell(42)
-            case Terminated(actor, error, is_restarting):
+            case Terminated(actor, _, is_restarting, cause):
                 follows = "restarts" if is_restarting else "is gone"
-                self._write(f"hears that {actor} {'crashed' if error else 'stopped'} and {follows}")
+                self._write(
+                    f"hears that {actor} {'stopped' if cause is ExitCause.STOPPED else 'crashed'} and {follows}"
+                )
             case Note(number) | Urgent(number):
                 self._write(f"{type(message).__name__} {number}")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from cuelight.kernel import Actor, ActorSpec, Address, Context, InProcess, KernelError, Ref, Role, Terminated
+from cuelight.kernel import Actor, ActorSpec, Context, InProcess, KernelError, Recipient, Ref, Role, Terminated
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):
@@ -49,19 +49,19 @@ class Do(msgspec.Struct, frozen=True, tag=True):
     action: str
     number: int = 0
     text: str = ""
-    reply_to: Address[Answer] | None = None
+    reply_to: Recipient[Answer] | None = None
 
 
 class Inner(msgspec.Struct, frozen=True):
     """A part of a message."""
 
-    addresses: tuple[Address[Answer], ...]
+    addresses: tuple[Recipient[Answer], ...]
 
 
 class Greet(msgspec.Struct, frozen=True, tag=True):
     """Tell all of these addresses who you are."""
 
-    addresses: tuple[Address[Answer], ...]
+    addresses: tuple[Recipient[Answer], ...]
     inner: Inner
 
 
@@ -76,7 +76,7 @@ class Carry(msgspec.Struct, frozen=True, tag=True):
 class Hold(msgspec.Struct, frozen=True, tag=True):
     """Keep this address until told to `Do("drop")`; told by someone who is kept."""
 
-    address: Address[Answer]
+    address: Recipient[Answer]
 
 
 Protocol = Note | Urgent | Padded | Do | Greet | Carry | Hold | Terminated
@@ -98,7 +98,7 @@ class Player(Actor[Protocol]):
     def __init__(self, context: Context[Protocol]) -> None:
         self._context = context
         self._sink = context.find(SINK)
-        self._held: Address[Answer] | None = None
+        self._held: Recipient[Answer] | None = None
 
     def handle(self, message: Protocol) -> None:
         match message:

@@ -16,7 +16,7 @@ from cuelight.actors.executor.stub import StubDevice, hashed_token
 from cuelight.actors.scheduler.actor import Scheduler
 from cuelight.actors.scheduler.outbox import Neighbours
 from cuelight.actors.scheduler.planning import Limits
-from cuelight.kernel import Actor, Role, Terminated, Timer
+from cuelight.kernel import Actor, ExitCause, Role, Terminated, Timer
 from cuelight.messages import detokenizer, intake, observer
 from cuelight.messages.cache import CacheMessage
 from cuelight.messages.executor import ExecutorMessage
@@ -230,14 +230,20 @@ class Core:
         self.scheduler.actor.handle(RestoreState(started.life, None, (), (), ()))
         self.executor.actor.started()
 
-    def lose_executor(self, error: str, device: StubDevice | None = None) -> None:
+    def lose_executor(
+        self,
+        error: str,
+        device: StubDevice | None = None,
+        cause: ExitCause = ExitCause.CRASHED,
+        killed_by: str = "",
+    ) -> None:
         """Its life ends, with all that its threads were doing; another one begins, with another device."""
         self.device = device or StubDevice(self.device.block_count, self.device.block_size)
         for queue in ("executor prepare", "executor device"):
             self.stage.drop(queue)
         self._own.actor = _Dead()
         self._begin_executor()
-        self.scheduler.tell(Terminated("executor", f"actor 'executor' died: {error}", is_restarting=True))
+        self.scheduler.tell(Terminated("executor", f"actor 'executor' died: {error}", True, cause, killed_by))
         self.executor.actor.started()
 
     def _begin_executor(self) -> None:
@@ -249,7 +255,7 @@ class Core:
     def lose_cache(self) -> None:
         """Its life ends, and another one begins."""
         self.cache.actor = CacheManager(self.observer, self._watermark)
-        self.scheduler.tell(Terminated("cache", "actor 'cache' died: of a test", is_restarting=True))
+        self.scheduler.tell(Terminated("cache", "actor 'cache' died: of a test", True, ExitCause.CRASHED))
 
     def admit(
         self,

@@ -32,6 +32,7 @@ from cuelight.messages.intake import (
 from cuelight.messages.observer import Ready
 from cuelight.messages.request import (
     Conversation,
+    FailureCause,
     FinishReason,
     Prompt,
     Refusal,
@@ -508,7 +509,7 @@ def test_what_has_brought_an_actor_down_is_ended_wherever_it_is() -> None:
     for each in failed:
         stage.actor.handle(each)
     assert stage.scheduler.take() == [failed[2], failed[4]]
-    assert stage.detokenizer.take() == [RequestEnded(RequestId(9), FinishReason.FAILED, Usage(), 0.0, 0, "crash")]
+    assert stage.detokenizer.take() == [ended(9, 0, "crash")]
     stage.tokenize()
     stage.detokenizer.take()
     stage.opened(1)
@@ -522,4 +523,5 @@ def test_what_has_brought_an_actor_down_is_ended_wherever_it_is() -> None:
 def ended(request_id: int, prompt_tokens: int, error: str = "") -> RequestEnded:
     usage = Usage(prompt_tokens=prompt_tokens)
     reason = FinishReason.FAILED if error else FinishReason.CANCELLED
-    return RequestEnded(RequestId(request_id), reason, usage, 0.0, 0, error)
+    failure = FailureCause.ACTOR_CRASHES if error else None
+    return RequestEnded(RequestId(request_id), reason, usage, 0.0, 0, error, failure=failure)

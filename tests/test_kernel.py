@@ -66,8 +66,8 @@ from cuelight.kernel import (
     ask,
     get_logger,
 )
-from cuelight.kernel.ref import Deadlines
-from cuelight.kernel.system import TURN_MESSAGES
+from cuelight.kernel.driver import TURN_MESSAGES
+from cuelight.kernel.ref import AskDeadlines
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ async def test_ask_gets_the_one_answer_or_gives_up() -> None:
 
 def test_all_that_wait_share_one_timer() -> None:
     clock, loop = ManualClock(), asyncio.new_event_loop()
-    deadlines = Deadlines(loop, clock)
+    deadlines = AskDeadlines(loop, clock)
     answered = [loop.create_future() for _ in range(1000)]
     gone = [weakref.ref(future) for future in answered]
     silent: dict[float, asyncio.Future[object]] = {
@@ -349,7 +349,7 @@ def test_all_that_wait_share_one_timer() -> None:
 
 def test_whoever_waits_no_longer_leaves_no_timer_behind() -> None:
     clock, loop = ManualClock(), asyncio.new_event_loop()
-    deadlines, future = Deadlines(loop, clock), loop.create_future()
+    deadlines, future = AskDeadlines(loop, clock), loop.create_future()
     deadlines.add(future, 1.0)
     del deadlines.due[future]
     assert clock.pending == 1
@@ -360,7 +360,7 @@ def test_whoever_waits_no_longer_leaves_no_timer_behind() -> None:
 
 def test_many_that_wait_in_vain_are_not_looked_at_all_the_time() -> None:
     clock, loop = ManualClock(), asyncio.new_event_loop()
-    deadlines, looks, call_later = Deadlines(loop, clock), list[float](), clock.call_later
+    deadlines, looks, call_later = AskDeadlines(loop, clock), list[float](), clock.call_later
     waiting = [loop.create_future() for _ in range(1000)]
     for number, future in enumerate(waiting):
         deadlines.add(future, 1 + number / 1e5)
@@ -403,7 +403,7 @@ async def test_whoever_has_no_system_here_can_be_asked_too() -> None:
     other = asyncio.new_event_loop()
     clock = ManualClock()
     heard: list[Question] = []
-    for deadlines in (None, Deadlines(other, clock)):
+    for deadlines in (None, AskDeadlines(other, clock)):
         ref = Ref("far", heard.append)
         ref.deadlines = deadlines
         with pytest.raises(AskTimeout, match="far"):

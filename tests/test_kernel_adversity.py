@@ -23,12 +23,12 @@ from cuelight import errors
 from cuelight.kernel import (
     Actor,
     ActorSpec,
-    Address,
     Context,
     InLoop,
     InProcess,
     OnThread,
     Placement,
+    Recipient,
     RestartPolicy,
     Role,
     System,
@@ -58,7 +58,7 @@ class Echo:
     """Answered once: with the number."""
 
     number: int
-    reply_to: Address[int]
+    reply_to: Recipient[int]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class EchoNumber:
     """The same, for an address of a more special kind."""
 
     number: int
-    reply_to: Address[Number]
+    reply_to: Recipient[Number]
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ class Interrupt(BaseException):
     """As Ctrl-C in the middle of anything, but for the loop."""
 
 
-@pytest.mark.parametrize("where", ["Engagement", "socket.socketpair"])
+@pytest.mark.parametrize("where", ["RemoteLifeSpec", "socket.socketpair"])
 async def test_an_interrupt_while_a_placed_actor_begins_leaves_a_system_that_can_be_stopped(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import msgspec
 import pytest
 
-from cuelight.kernel import Address, NotAccepted, NotSendable, Ref
+from cuelight.kernel import NotAccepted, NotSendable, Recipient, Ref
 from cuelight.kernel.codec import Codec, reachable, type_name
 
 T = TypeVar("T")
@@ -31,14 +31,14 @@ class Colour(enum.Enum):
 class Said(msgspec.Struct, frozen=True, tag=True):
     """An answer that asks back."""
 
-    reply_to: Address[Piece | None]
+    reply_to: Recipient[Piece | None]
 
 
 @dataclass(frozen=True)
 class Envelope:
     """A part of a message, with an address in it."""
 
-    address: Address[Said] | None
+    address: Recipient[Said] | None
     colour: Colour = Colour.RED
 
 
@@ -53,13 +53,13 @@ class Question(msgspec.Struct, frozen=True, tag=True):
 class Many(msgspec.Struct, frozen=True):
     """Answered with several pieces."""
 
-    reply_to: Address[tuple[Piece, ...]]
+    reply_to: Recipient[tuple[Piece, ...]]
 
 
 class Others(msgspec.Struct, frozen=True):
     """Answered with a tuple of something else."""
 
-    reply_to: Address[tuple[int, ...]]
+    reply_to: Recipient[tuple[int, ...]]
 
 
 class Box(msgspec.Struct, Generic[T], frozen=True, tag=True):
@@ -100,11 +100,11 @@ def codec(*protocols: object) -> tuple[Codec, dict[object, object]]:
     """A codec for these, and what its addresses are."""
     addresses: dict[object, object] = {}
 
-    def to_id(address: Address[object]) -> int:
+    def to_id(address: Recipient[object]) -> int:
         addresses[len(addresses)] = address
         return len(addresses) - 1
 
-    def to_address(number: str | int, takes: tuple[type, ...]) -> Address[object]:
+    def to_address(number: str | int, takes: tuple[type, ...]) -> Recipient[object]:
         taken.append(takes)
         return addresses[number]  # type: ignore[return-value]
 

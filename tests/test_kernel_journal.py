@@ -20,11 +20,12 @@ from support import Recorder
 from cuelight.kernel import (
     Actor,
     ActorSpec,
-    Address,
     Context,
     Delivered,
     Ended,
+    ExitCause,
     JournalError,
+    Recipient,
     Ref,
     Role,
     Started,
@@ -43,7 +44,7 @@ class Note(msgspec.Struct, frozen=True, tag=True):
 
 
 class Question(msgspec.Struct, frozen=True, tag=True):
-    reply_to: Address[Note]
+    reply_to: Recipient[Note]
 
 
 class Odd(msgspec.Struct, frozen=True, tag=True):
@@ -79,7 +80,7 @@ def small(path: Path) -> bytes:
         journal(Started(0.5, "me", 1, 2**64 - 1))
         for number in range(3):
             journal(note(number))
-        journal(Ended(1.5, "me", 1, "ümläut"))
+        journal(Ended(1.5, "me", 1, "ümläut", ExitCause.KILLED, "b"))
     return path.read_bytes()
 
 
@@ -94,7 +95,7 @@ def test_events_come_back_as_they_were(path: Path, small: bytes) -> None:
     assert list(reader) == [
         Started(0.5, "me", 1, 2**64 - 1),
         *(Recorded(n / 8, "them", "me", kind, msgspec.msgpack.encode(Note(n))) for n in range(3)),
-        Ended(1.5, "me", 1, "ümläut"),
+        Ended(1.5, "me", 1, "ümläut", ExitCause.KILLED, "b"),
     ]
     assert list(reader) == list(reader), "each iteration begins at the beginning"
     assert not reader.is_truncated
@@ -102,7 +103,7 @@ def test_events_come_back_as_they_were(path: Path, small: bytes) -> None:
 
 
 class Asker(Actor[Note | Question]):
-    def __init__(self, context: Context[object], listener: Address[Note]) -> None:
+    def __init__(self, context: Context[object], listener: Recipient[Note]) -> None:
         self._context, self._listener = context, listener
 
     def handle(self, message: Note | Question) -> None:
@@ -211,8 +212,8 @@ def test_a_message_that_cannot_be_kept_is_opaque(path: Path, message: object, wo
 
 def test_an_error_text_that_has_no_utf_8_form_is_kept_all_the_same(path: Path) -> None:
     with Journal(path) as journal:
-        journal(Ended(0.0, "a", 1, "half \ud83d"))
-    assert whole(path) == [Ended(0.0, "a", 1, "half \\ud83d")]
+        journal(Ended(0.0, "a", 1, "half \ud83d", ExitCause.CRASHED))
+    assert whole(path) == [Ended(0.0, "a", 1, "half \\ud83d", ExitCause.CRASHED)]
 
 
 def test_cut_anywhere_it_is_whole_up_to_there(path: Path, small: bytes) -> None:
@@ -480,7 +481,7 @@ def test_a_recording_that_just_fits_is_complete(path: Path, small: bytes) -> Non
             journal(Started(0.5, "me", 1, 2**64 - 1))
             for number in range(3):
                 journal(note(number))
-            journal(Ended(1.5, "me", 1, "ümläut"))
+            journal(Ended(1.5, "me", 1, "ümläut", ExitCause.KILLED, "b"))
         return journal
 
     assert record(len(small)).error is None

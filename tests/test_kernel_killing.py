@@ -20,6 +20,7 @@ from cuelight.kernel import (
     ActorCrashed,
     ActorSpec,
     Context,
+    ExitCause,
     InLoop,
     InProcess,
     OnThread,
@@ -72,6 +73,7 @@ async def test_a_killed_life_is_a_crash_like_any_other_and_refs_stay_valid(place
         await until(lambda: heard.notes == [1, 2])
     assert [crash.actor for crash in crashes] == ["player"]
     assert "it was killed: the test says so" in str(crashes[0])
+    assert (crashes[0].cause, crashes[0].killed_by) == (ExitCause.KILLED, "")
     assert crashes[0].message is None
 
 

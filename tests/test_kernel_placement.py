@@ -56,11 +56,11 @@ from cuelight.kernel import (
     Actor,
     ActorCrashed,
     ActorSpec,
-    Address,
     AskTimeout,
     Context,
     Delivered,
     Event,
+    ExitCause,
     InLoop,
     InProcess,
     MailboxFull,
@@ -69,6 +69,7 @@ from cuelight.kernel import (
     NotSendable,
     OnThread,
     Placement,
+    Recipient,
     Ref,
     RemoteError,
     RestartPolicy,
@@ -79,8 +80,8 @@ from cuelight.kernel import (
     Terminated,
     ask,
 )
-from cuelight.kernel.placement import Placed
-from cuelight.kernel.wire import WINDOW, Remote, Wire
+from cuelight.kernel.placement import RemoteLife
+from cuelight.kernel.wire import WINDOW, RemoteRef, Wire
 
 M = TypeVar("M")
 
@@ -463,7 +464,7 @@ async def test_a_spawned_actor_watches_those_of_the_cast(place: Placement, life:
 
 def _watchers(stage: Theatre) -> dict[str, int]:
     """How many watch each of those who are watched."""
-    return {name: len(seat.watchers) for name, seat in stage.system._seats.items() if seat.watchers}
+    return {name: len(slot.watchers) for name, slot in stage.system._slots.items() if slot.watchers}
 
 
 @everywhere
@@ -531,7 +532,7 @@ async def test_what_is_dropped_and_has_not_begun_is_not_handled(place: Placement
         for number in range(200):
             stage.player.tell(Note(number))
         await until(lambda: stage.system.statistics()["player"].length == 201 - WINDOW)
-        mailbox = stage.system._seats["player"].mailbox
+        mailbox = stage.system._slots["player"].mailbox
         stage.system.dismiss(PLAYER, drop=True)
         await asyncio.sleep(0)
         gate.open()
@@ -663,7 +664,7 @@ async def test_several_actors_in_several_systems(place: Placement) -> None:
 @elsewhere
 @played
 async def test_a_dropped_address_is_forgotten(place: Placement) -> None:
-    kept = _wires(lambda wire: len(wire._kept))
+    kept = _wires(lambda wire: len(wire._exported))
     async with theatre(place) as stage:
         for number in range(2000):
             await stage.do("clock", number)
@@ -687,12 +688,12 @@ async def test_an_address_of_a_life_that_is_over_keeps_nothing(place: Placement)
     async with theatre(place) as stage:
         stage.tell("spawn and show")
         await until(lambda: stage.all(Carry))
-        stale = cast(Remote, stage.all(Carry)[0].to)
+        stale = cast(RemoteRef, stage.all(Carry)[0].to)
         stage.tell("raise")
         await stage.ended()
         for _ in range(100):
             stale.wire.tell(0, (Hold,), Hold(Back()))
-        assert stale.wire._kept == {}
+        assert stale.wire._exported == {}
         await stage.do("who")
 
 
@@ -741,7 +742,7 @@ def _wires(of: Callable[[Wire], M]) -> Callable[[], list[M]]:
     """What is true of each wire's near end that is in use."""
 
     def look() -> list[M]:
-        return [of(each._wire) for each in gc.get_objects() if type(each) is Placed and not each.gone.done()]
+        return [of(each._wire) for each in gc.get_objects() if type(each) is RemoteLife and not each.exited.done()]
 
     return look
 
@@ -756,7 +757,7 @@ async def test_an_answer_after_the_asker_has_gone_is_harmless(place: Placement, 
         if not isinstance(place, InLoop):
             await until(gate.is_reached)
             with pytest.raises(AskTimeout):
-                await ask(stage.player, lambda reply_to: Do("who", reply_to=cast(Address[Answer], reply_to)), 0.0)
+                await ask(stage.player, lambda reply_to: Do("who", reply_to=cast(Recipient[Answer], reply_to)), 0.0)
             gate.open()
         await stage.do("who")
         assert stage.all(Terminated) == []
@@ -888,12 +889,12 @@ async def test_the_words_of_an_error_are_bounded_and_plain(place: Placement) -> 
 
 
 DEATHS = {
-    "exit": (Do("exit at once", 4), "exited with status 4"),
-    "exit in order": (Do("exit at once", 0), "exited with status 0"),
-    "kill": (Do("signal", signal.SIGKILL), "was killed by SIGKILL"),
-    "fault": (Do("signal", signal.SIGSEGV), "was killed by SIGSEGV"),
-    "terminate": (Do("signal", signal.SIGTERM), "was killed by SIGTERM"),
-    "abort": (Do("abort"), "was killed by SIGABRT"),
+    "exit": (Do("exit at once", 4), "exited with status 4", ExitCause.EXITED, ""),
+    "exit in order": (Do("exit at once", 0), "exited with status 0", ExitCause.EXITED, ""),
+    "kill": (Do("signal", signal.SIGKILL), "was killed by SIGKILL", ExitCause.SIGNALED, "SIGKILL"),
+    "fault": (Do("signal", signal.SIGSEGV), "was killed by SIGSEGV", ExitCause.SIGNALED, "SIGSEGV"),
+    "terminate": (Do("signal", signal.SIGTERM), "was killed by SIGTERM", ExitCause.SIGNALED, "SIGTERM"),
+    "abort": (Do("abort"), "was killed by SIGABRT", ExitCause.SIGNALED, "SIGABRT"),
 }
 
 
@@ -901,7 +902,7 @@ DEATHS = {
 async def test_the_death_of_a_process_is_a_crash() -> None:
     async with theatre(InProcess()) as stage:
         dropped = 0
-        for death, (fatal, words) in enumerate(DEATHS.values(), 1):
+        for death, (fatal, words, cause, killed_by) in enumerate(DEATHS.values(), 1):
             stage.heard[:] = stage.all(Terminated)
             for number in range(10):
                 stage.player.tell(Note(number))
@@ -910,7 +911,7 @@ async def test_the_death_of_a_process_is_a_crash() -> None:
             for number in range(10, 500):
                 stage.player.tell(Note(number))
             ended = await stage.ended(death)
-            assert ended == Terminated("player", f"actor 'player' died: its process {words}", is_restarting=True)
+            assert ended == Terminated("player", f"actor 'player' died: its process {words}", True, cause, killed_by)
             await stage.do("who")
             heard = stage.numbers()
             assert heard == [*range(10), *range(510 - len(heard), 500)]
@@ -933,7 +934,7 @@ async def test_a_killed_actor_has_crashed(place: Placement) -> None:
         await stage.do("who")
         stage.system.kill(PLAYER, "no longer wanted")
         ended = await stage.ended()
-        assert ended == Terminated("player", f"actor 'player' died: {KILLED}", is_restarting=True)
+        assert ended == Terminated("player", f"actor 'player' died: {KILLED}", True, ExitCause.KILLED)
         await stage.do("who")
         assert stage.numbers() == list(range(10))
         assert stage.all(Answer) == [], "whoever is killed does not stop in order"
@@ -987,12 +988,16 @@ async def test_a_process_is_killed_while_its_constructor_waits(tmp_path: Path) -
         ref = stage.system.spawn(
             ActorSpec(role, partial(gated, path=str(gate)), RestartPolicy(restarts_max=1), InProcess())
         )
-        seat = stage.system._seats["gated"]
-        await until(lambda: seat.life)
+        slot = stage.system._slots["gated"]
+        await until(lambda: slot.life)
         stage.system.kill(role, "no longer wanted")
-        await until(lambda: seat.lives == 2)
+        await until(lambda: slot.lives == 2)
         await asyncio.to_thread(gate.write_text, "")
         assert (await stage.do("who", to=ref)).number != os.getpid()
+
+
+def killed(actor: str) -> Terminated:
+    return Terminated(actor, f"actor {actor!r} died: {KILLED}", True, ExitCause.KILLED, "player")
 
 
 @everywhere
@@ -1003,10 +1008,10 @@ async def test_a_placed_actor_kills_others_and_itself(place: Placement, where: P
         await stage.do("watch")
         await stage.do("kill", text="other")
         await until(lambda: stage.all(Terminated))  # the player was told, and passed it on
-        assert stage.all(Terminated) == [Terminated("other", f"actor 'other' died: {KILLED}", is_restarting=True)]
+        assert stage.all(Terminated) == [killed("other")]
         await stage.do("who", to=stage.system.find(OTHER))
         stage.tell("kill", text="player")
-        assert await stage.ended(2) == Terminated("player", f"actor 'player' died: {KILLED}", is_restarting=True)
+        assert await stage.ended(2) == killed("player")
         stage.tell("kill", text="child")  # whom nobody plays
         await stage.do("who")
         assert len(stage.all(Terminated)) == 2
@@ -1122,7 +1127,7 @@ async def test_garbage_from_a_process_is_its_crash() -> None:
 
 @played
 async def test_a_descendant_that_keeps_the_socket_delays_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuelight.kernel.placement._LAST_WORDS_SECONDS", 0.01)
+    monkeypatch.setattr("cuelight.kernel.placement._LAST_FRAMES_SECONDS", 0.01)
     async with theatre(InProcess()) as stage:
         pid = (await stage.do("who")).number
         stage.tell("leave a descendant")
@@ -1156,7 +1161,7 @@ async def test_killed_amid_traffic_again_and_again() -> None:
                 if number % chance.choice((1, 10, 100)) == 0:
                     await asyncio.sleep(0)
             ended = await stage.ended(kill + 1)
-            assert ended.error.endswith("SIGKILL")
+            assert (ended.cause, ended.killed_by) == (ExitCause.SIGNALED, "SIGKILL")
             assert ended.is_restarting
         await stage.do("who")
         heard = stage.numbers()
@@ -1271,8 +1276,8 @@ async def test_cancelled_while_a_constructor_runs(place: Placement, gate: Gate) 
 @played
 async def test_stopped_while_a_restart_is_under_way(place: Placement, gate: Gate, tmp_path: Path) -> None:
     async with theatre(place, restart_policy=PATIENT) as stage:
-        seat = stage.system._seats["player"]
-        seat.part = replace(seat.part, build=partial(gated, path=gate.path))  # type: ignore[arg-type]  # of whatever protocol
+        slot = stage.system._slots["player"]
+        slot.part = replace(slot.part, build=partial(gated, path=gate.path))  # type: ignore[arg-type]  # of whatever protocol
         stage.tell("raise")
         await until(gate.is_reached)
         stopping = asyncio.ensure_future(stage.system.stop())

@@ -27,6 +27,7 @@ from cuelight.kernel import (
     Delivered,
     Ended,
     Event,
+    ExitCause,
     InLoop,
     InProcess,
     Mailbox,
@@ -41,9 +42,9 @@ from cuelight.kernel import (
     Strategy,
     Terminated,
 )
-from cuelight.kernel.faults import Faults, SimulatedCrash, SimulatedKill, Striker
+from cuelight.kernel.faults import FaultInjector, Faults, SimulatedCrash, SimulatedKill
 from cuelight.kernel.simulation import Simulation, SimulationError, for_each_seed
-from cuelight.kernel.virtual import VirtualMailbox, _Edge
+from cuelight.kernel.virtual import VirtualMailbox, _Channel
 from cuelight.kernel.wire import WINDOW
 from cuelight.messages.address import Address
 
@@ -257,9 +258,10 @@ def test_histories_have_all_that_can_happen() -> None:
         simulation, ledger = run_history(seed)
         lost, refused = lost + ledger.lost, refused + ledger.refused
         failures += simulation.failure is not None
-        kinds |= {error for error in ("SimulatedKill", "construction") if error in str(ledger.last_error.values())}
+        kinds |= {"kill"} if any(end.cause is ExitCause.SIGNALED for end in ledger.last_end.values()) else set()
+        kinds |= {"construction"} if any("construction" in end.error for end in ledger.last_end.values()) else set()
         kinds |= {"restart"} if max(ledger.lives_before.values(), default=0) > 3 else set()
-    assert kinds == {"SimulatedKill", "construction", "restart"}
+    assert kinds == {"kill", "construction", "restart"}
     assert min(lost, refused, failures) > 0
 
 
@@ -295,8 +297,8 @@ def _remembers(self: Mailbox) -> None:
     pass
 
 
-def _overtakes(self: VirtualMailbox, edge: _Edge) -> None:
-    edge.under_way.rotate(1)
+def _overtakes(self: VirtualMailbox, edge: _Channel) -> None:
+    edge.in_transit.rotate(1)
     ARRIVE(self, edge)
 
 
@@ -312,7 +314,7 @@ def _drops(self: VirtualMailbox, *, drop: bool) -> None:
     Mailbox.close(self, drop=True)
 
 
-def _hands_over_all(self: Striker, seat: object) -> int:
+def _hands_over_all(self: FaultInjector, seat: object) -> int:
     return len(seat.mailbox)  # type: ignore[attr-defined]  # a seat
 
 
@@ -328,7 +330,7 @@ def _hands_over_all(self: Striker, seat: object) -> int:
         (VirtualMailbox, "post", _hastens, "out of turn"),
         (VirtualMailbox, "close", _drops, "never come"),
         (VirtualMailbox, "sender_ended", _gives_up, "is due|out of turn|never come"),
-        (Striker, "lost_with", _hands_over_all, "messages are lost"),
+        (FaultInjector, "lost_count", _hands_over_all, "messages are lost"),
     ],
 )
 def test_histories_find_a_planted_bug(
@@ -811,7 +813,7 @@ def test_a_kill_takes_along_what_was_handed_over_and_no_more() -> None:
         assert numbers == sorted(set(numbers))
         gaps = [after - before - 1 for before, after in zip([-1, *numbers], [*numbers, 200], strict=True)]
         kills = [event for event in troupe.events if isinstance(event, Ended)]
-        assert all("SimulatedKill" in event.error for event in kills)
+        assert all((event.cause, event.killed_by) == (ExitCause.SIGNALED, "SIGKILL") for event in kills)
         assert sum(gaps) <= WINDOW * len(kills)
         counts.update(gaps)
     assert max(counts) > WINDOW // 2
@@ -867,10 +869,11 @@ def test_a_kill_ends_a_life_as_a_crash(placement: Placement) -> None:
         numbers = troupe.numbers("other")
         assert numbers == sorted(set(numbers))
         losses.add(100 - len(numbers))
-        ends.update(event.error for event in troupe.events if isinstance(event, Ended))
+        ends.update((event.error, event.cause, event.killed_by) for event in troupe.events if isinstance(event, Ended))
         assert troupe.lines("other").count("built") == 2
         assert troupe.lines("other").count("stopped") == 1, "who is killed does not stop in order"
-    assert ends == {"actor 'other' died: it was killed: as planned", ""}
+    killed = ("actor 'other' died: it was killed: as planned", ExitCause.KILLED, "actor")
+    assert ends == {killed, ("", ExitCause.STOPPED, "")}
     if isinstance(placement, InProcess):
         assert WINDOW // 2 < max(losses) <= WINDOW
     else:

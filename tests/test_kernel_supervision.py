@@ -33,6 +33,7 @@ from cuelight.kernel import (
     Context,
     Delivered,
     Ended,
+    ExitCause,
     NotAccepted,
     OnThread,
     RestartPolicy,
@@ -43,7 +44,7 @@ from cuelight.kernel import (
     Terminated,
     ask,
 )
-from cuelight.kernel.supervision import judge
+from cuelight.kernel.supervision import restart_delay
 
 AGAIN = RestartPolicy(restarts_max=10)
 """Restarts alone; 0.05 s after the first crash."""
@@ -62,7 +63,7 @@ def born(*lives: str) -> list[str]:
 def test_each_restart_in_the_window_waits_twice_as_long_up_to_a_maximum() -> None:
     restart_policy = RestartPolicy(restarts_max=100, window_seconds=60.0, backoff_seconds=0.1, backoff_max_seconds=1.0)
     crashes: list[float] = []
-    delays = [judge(restart_policy, crashes, number * 0.1, Steady(0.0)) for number in range(100)]
+    delays = [restart_delay(restart_policy, crashes, number * 0.1, Steady(0.0)) for number in range(100)]
     assert delays[:6] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
     assert set(delays[4:]) == {1.0}
 
@@ -71,7 +72,7 @@ def test_a_random_part_of_up_to_a_half_is_left_out_of_a_wait() -> None:
     restart_policy = RestartPolicy(restarts_max=1000, backoff_seconds=1.0, backoff_max_seconds=1.0)
     chance, same = random.Random(3), random.Random(3)
     crashes: list[float] = []
-    delays = [judge(restart_policy, crashes, 0.0, chance) for _ in range(1000)]
+    delays = [restart_delay(restart_policy, crashes, 0.0, chance) for _ in range(1000)]
     assert delays == [1 - same.random() / 2 for _ in range(1000)]
     assert 0.5 < min(delays) < 0.51
     assert 0.99 < max(delays) <= 1.0
@@ -82,7 +83,7 @@ def test_old_crashes_leave_the_window() -> None:
     crashes: list[float] = []
 
     def delay(now: float) -> float | None:
-        return judge(restart_policy, crashes, now, Steady(0.0))
+        return restart_delay(restart_policy, crashes, now, Steady(0.0))
 
     assert [delay(0.0), delay(6.0)] == [0.1, 0.2]
     assert delay(9.9) is None
@@ -94,10 +95,10 @@ def test_old_crashes_leave_the_window() -> None:
 def test_each_actors_crashes_are_its_own() -> None:
     restart_policy, chance = RestartPolicy(restarts_max=1), Steady(0.0)
     crashes: dict[str, list[float]] = {"a": [], "b": []}
-    assert judge(restart_policy, crashes["a"], 0.0, chance) is not None
-    assert judge(restart_policy, crashes["b"], 0.0, chance) is not None
-    assert judge(restart_policy, crashes["a"], 0.0, chance) is None
-    assert judge(RestartPolicy(), [], 0.0, chance) is None
+    assert restart_delay(restart_policy, crashes["a"], 0.0, chance) is not None
+    assert restart_delay(restart_policy, crashes["b"], 0.0, chance) is not None
+    assert restart_delay(restart_policy, crashes["a"], 0.0, chance) is None
+    assert restart_delay(RestartPolicy(), [], 0.0, chance) is None
 
 
 @on_each_loop
@@ -228,7 +229,7 @@ async def test_a_killed_life_ends_as_a_crash_between_two_messages() -> None:
         lines = [f"b.2 Note {number}" for number in range(3)]
         assert await troupe.pass_time(0.05) == ["b.2 built", "c.2 built", "b.2 started", *lines, "c.2 started"]
         heard = [event.message for event in troupe.events if isinstance(event, Delivered) and event.sender == "b"]
-        assert heard == [Terminated("b", "actor 'b' died: it was killed: too slow", is_restarting=True)]
+        assert heard == [Terminated("b", "actor 'b' died: it was killed: too slow", True, ExitCause.KILLED, "a")]
         assert system.statistics()["b"].dropped == 0
         assert not troupe.failures
 
@@ -256,6 +257,7 @@ async def test_what_follows_a_kill_is_said_in_the_fate() -> None:
             system.kill(player("b"), "once more")
             await asyncio.Event().wait()
     assert [str(crash) for crash in troupe.failures] == ["actor 'b' died: it was killed: once more"]
+    assert [(crash.cause, crash.killed_by) for crash in troupe.failures] == [(ExitCause.KILLED, "")]
 
 
 @on_each_loop
@@ -1103,7 +1105,7 @@ async def test_a_system_forgets_watchers_that_are_gone() -> None:
         for number in range(10):
             system.dismiss(player(f"w{number}"))
         await settle()
-        assert not system._seats["a"].watchers
+        assert not system._slots["a"].watchers
         for number in range(10):
             system.spawn(troupe.part(f"w{number}"))
             troupe.tell("a", watching(f"w{number}"))
@@ -1111,7 +1113,7 @@ async def test_a_system_forgets_watchers_that_are_gone() -> None:
         for number in range(10):
             system.dismiss(player(f"w{number}"))
         await settle()
-        assert not system._seats["a"].watched
+        assert not system._slots["a"].watched
 
 
 @on_each_loop

@@ -24,6 +24,7 @@ import pytest
 import cuelight.ensemble
 from cuelight import Engine, Result, Stream, errors
 from cuelight.config import EngineConfig, EngineOptions, RequestOptions
+from cuelight.kernel import System
 from cuelight.replay import replay
 from cuelight.testing import crash, decode, encode, next_letter, stub_engine, stub_ensemble
 
@@ -359,6 +360,10 @@ async def test_a_stopped_process_does_not_hold_up_the_end(folder: Path, monkeypa
         os.kill(executors.lives(folder)[0], signal.SIGSTOP)
 
 
+def has_host(system: System) -> bool:
+    return system._running is not None and system._running.host is not None
+
+
 @pytest.mark.parametrize("moment", ["its actors begin", "the model is loaded"])
 async def test_a_start_that_is_cancelled_leaves_nothing(
     folder: Path, moment: str, monkeypatch: pytest.MonkeyPatch
@@ -372,7 +377,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(
     starting = asyncio.create_task(engine.start())
     if moment == "its actors begin":
         async with asyncio.timeout(NET_SECONDS):
-            while engine.system is None or engine.system._host is None:  # noqa: ASYNC110  # it is no event
+            while engine.system is None or not has_host(engine.system):  # noqa: ASYNC110  # it is no event
                 await asyncio.sleep(0)  # that moment is one turn of the loop
     else:
         await until(lambda: engine.health().phase == "loading the model: read weights")

@@ -26,13 +26,14 @@ from cuelight.kernel import (
     Actor,
     ActorCrashed,
     ActorSpec,
-    Address,
     Context,
     Delivered,
     Ended,
+    ExitCause,
     JournalError,
     NotAccepted,
     OnThread,
+    Recipient,
     Ref,
     RestartPolicy,
     Role,
@@ -56,7 +57,7 @@ class Roll(msgspec.Struct, frozen=True, tag=True):
     """Tell what the dice say, at once, after a while, and from a thread; `client` hears when it is done."""
 
     number: int
-    client: Address[Done]
+    client: Recipient[Done]
 
 
 class Break(msgspec.Struct, frozen=True, tag=True):
@@ -83,23 +84,23 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
     number: int
-    client: Address[Done]
-    reply_to: Address[Answer]
+    client: Recipient[Done]
+    reply_to: Recipient[Answer]
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
     number: int
-    client: Address[Done]
+    client: Recipient[Done]
 
 
 class _Rung(msgspec.Struct, frozen=True, tag=True):
     number: int
-    client: Address[Done]
+    client: Recipient[Done]
 
 
 class _Worked(msgspec.Struct, frozen=True, tag=True):
     number: int
-    client: Address[Done]
+    client: Recipient[Done]
 
 
 DiceMessage: TypeAlias = Roll | Break | Answer | Terminated
@@ -350,7 +351,7 @@ def test_the_first_difference_counts_even_where_a_later_one_is_delivered_sooner(
         make(journal, "dice", [Roll(1, Client()), Roll(2, Client())])
         journal(Delivered(3, "dice", "other", Told(2, 0, 0)))
         journal(Delivered(4, "dice", "sink", Told(1, 0, 0)))
-        journal(Ended(5, "dice", 1, ""))
+        journal(Ended(5, "dice", 1, "", ExitCause.STOPPED))
     found = again(path, mute(Two)).difference
     assert found is not None
     assert (found.index, found.receiver) == (1, "sink")
@@ -401,7 +402,7 @@ def test_a_crash_that_cut_off_the_last_words_is_no_difference(tmp_path: Path) ->
     path = tmp_path / "made.journal"
     with Journal(path) as journal:
         make(journal, "dice", [Roll(1, Client()), Break()])
-        journal(Ended(2, "dice", 1, "actor 'dice' crashed"))
+        journal(Ended(2, "dice", 1, "actor 'dice' crashed", ExitCause.CRASHED))
         make(journal, "dice", [Roll(3, Client())], life=2)
         for number in (1, -1, 3):
             journal(Delivered(3, "dice", "sink", Told(number, 0, 0)))
@@ -411,16 +412,20 @@ def test_a_crash_that_cut_off_the_last_words_is_no_difference(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("end", "is_difference", "stopped"),
-    [("actor 'dice' crashed", False, ""), ("", True, ""), (None, False, "the actor raised RuntimeError('broken')")],
+    [
+        (ExitCause.CRASHED, False, ""),
+        (ExitCause.STOPPED, True, ""),
+        (None, False, "the actor raised RuntimeError('broken')"),
+    ],
 )
 def test_an_actor_that_raises_on_its_last_message(
-    tmp_path: Path, end: str | None, is_difference: bool, stopped: str
+    tmp_path: Path, end: ExitCause | None, is_difference: bool, stopped: str
 ) -> None:
     path = tmp_path / "made.journal"
     with Journal(path) as journal:
         make(journal, "dice", [Break()])
         if end is not None:
-            journal(Ended(2, "dice", 1, end))
+            journal(Ended(2, "dice", 1, str(end), end))
     outcome = again(path, mute(Dice))
     assert outcome.stopped.startswith(stopped)
     assert bool(outcome.stopped) is bool(stopped)
@@ -454,7 +459,7 @@ def test_what_a_receiver_did_not_hear_before_it_left_its_successor_does_not_hear
         make(journal, "sink", [])
         make(journal, "dice", [Roll(1, Client()), Roll(2, Client())])
         journal(Delivered(3, "dice", "sink", Told(1, 0, 0)))
-        journal(Ended(4, "sink", 1, ""))
+        journal(Ended(4, "sink", 1, "", ExitCause.STOPPED))
         make(journal, "sink", [])
         journal(Delivered(4, "", "dice", Roll(3, Client())))
         journal(Delivered(5, "dice", "sink", Told(3, 0, 0)))
@@ -477,7 +482,7 @@ def test_what_was_told_may_be_delivered_late(tmp_path: Path, restarts: bool) -> 
         make(journal, "dice", [Roll(1, Client()), Roll(2, Client())])
         journal(Delivered(2, "dice", "sink", Hurry(1)))
         if restarts:
-            journal(Ended(2, "sink", 1, "crashed"))
+            journal(Ended(2, "sink", 1, "crashed", ExitCause.CRASHED))
             make(journal, "sink", [], life=2)
         for message in (Told(1, 0, 0), Hurry(1), Told(2, 0, 0)):
             journal(Delivered(3, "dice", "sink", message))
@@ -748,7 +753,7 @@ async def test_an_engine_that_breaks_leaves_a_journal_behind(
     reader = read_journal(path)
     ends = [record for record in reader if isinstance(record, Ended)]
     assert len(ends) == 5
-    assert sum(record.error != "" for record in ends) == is_crash
+    assert sum(record.cause is not ExitCause.STOPPED for record in ends) == is_crash
     assert not reader.is_truncated
     for actor in ACTORS:
         assert replay_engine(str(path), actor) == 0
@@ -765,7 +770,7 @@ async def test_an_engine_that_recovers_can_be_replayed(tmp_path: Path) -> None:
             crash(engine, actor)
             assert (await stream.result()).text == alone.text
     ends = [record for record in read_journal(path) if isinstance(record, Ended)]
-    assert sum(record.error != "" for record in ends) == len(ACTORS)
+    assert sum(record.cause is not ExitCause.STOPPED for record in ends) == len(ACTORS)
     for actor in ACTORS:
         assert replay_engine(str(path), actor) == 0
 

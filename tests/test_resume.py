@@ -21,7 +21,7 @@ from engines import NET_SECONDS, at_rest, expected_tokens, gated, read, until
 
 from cuelight import Engine, Stream, errors, record
 from cuelight.config import EngineOptions
-from cuelight.kernel.records import Recorded, encode_record, read_journal
+from cuelight.kernel.records import MAGIC, VERSION, Recorded, encode_record, read_journal
 from cuelight.messages.request import FinishReason
 from cuelight.past import Carried, read_past
 from cuelight.testing import crash, decode, next_letter, stub_engine, stub_ensemble
@@ -436,7 +436,7 @@ async def test_a_journal_that_breaks_off_anywhere(journal: Path) -> None:
     [
         (b"no journal at all", "is no journal"),
         (b"cuelight journal\xfe" + b"x" * 20, "is of version 254"),
-        (b"cuelight journal\x01\x05", "breaks off before its first record"),
+        (MAGIC + bytes([VERSION, 5]), "breaks off before its first record"),
     ],
 )
 async def test_what_is_no_journal_stays_as_it_is(journal: Path, content: bytes, message: str) -> None:

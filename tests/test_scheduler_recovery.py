@@ -14,12 +14,12 @@ from cuelight.actors.executor.stub import StubBatch, StubDevice
 from cuelight.actors.scheduler import blame
 from cuelight.actors.scheduler.allowance import STEPS_BEFORE_GROWTH
 from cuelight.actors.scheduler.patience import FIRST_STEP_SECONDS, REPORT_SECONDS, START_SECONDS, STEP_SECONDS
-from cuelight.kernel import Terminated
+from cuelight.kernel import ExitCause, Terminated
 from cuelight.messages import detokenizer
 from cuelight.messages.cache import Reset
 from cuelight.messages.intake import CapacityChanged, SchedulerStarted
 from cuelight.messages.observer import GaveUp, LoadFailed, Recovered, Recovering
-from cuelight.messages.request import FinishReason, RequestId, Sampling, Service, Usage
+from cuelight.messages.request import FailureCause, FinishReason, RequestId, Sampling, Service, Usage
 from cuelight.messages.scheduler import (
     Abort,
     Admit,
@@ -34,7 +34,7 @@ from cuelight.messages.scheduler import (
     StepDone,
 )
 
-KILLED = "its process was killed by SIGKILL"
+KILLED = ExitCause.SIGNALED, "SIGKILL"
 
 
 class Poisoned(WatchedDevice):
@@ -66,7 +66,9 @@ def check_outputs(core: Core, count: int, max_tokens: int = 12, without: tuple[i
             assert core.ends()[request_id].reason is reason
 
 
-def run_through_deaths(core: Core, device: Callable[[], StubDevice], error: str) -> int:
+def run_through_deaths(
+    core: Core, device: Callable[[], StubDevice], cause: ExitCause = ExitCause.CRASHED, killed_by: str = ""
+) -> int:
     """Deliver until all is at rest, with a new device whenever one is lost; how often that was."""
     deaths = 0
     while True:
@@ -74,7 +76,7 @@ def run_through_deaths(core: Core, device: Callable[[], StubDevice], error: str)
             finish(core)
         except DeviceLost:
             deaths += 1
-            core.lose_executor(error, device())
+            core.lose_executor("it died", device(), cause, killed_by)
         else:
             return deaths
 
@@ -138,14 +140,14 @@ def test_nothing_is_planned_until_there_is_another_executor() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize(("error", "deaths"), [("it raised", 3), (KILLED, 5)])
-def test_a_request_that_kills_the_executor_fails_alone(error: str, deaths: int, seed: int) -> None:
+@pytest.mark.parametrize(("death", "deaths"), [((ExitCause.CRASHED, ""), 3), (KILLED, 5)])
+def test_a_request_that_kills_the_executor_fails_alone(death: tuple[ExitCause, str], deaths: int, seed: int) -> None:
     """A kill from outside says less of whoever was there, so two more of those are borne."""
     core = Core(seed, device=poisoned(2), steps_in_flight=2)
     admit_all(core, 5)
-    assert run_through_deaths(core, lambda: poisoned(2), error) == deaths
+    assert run_through_deaths(core, lambda: poisoned(2), *death) == deaths
     check_outputs(core, 5, without=(2,))
-    assert core.ends()[2].reason is FinishReason.FAILED
+    assert core.ends()[2].failure is FailureCause.EXECUTOR_DEATHS
     assert core.ends()[2].error.startswith(f"it has brought the executor down {deaths} times, at last alone with it")
     assert not heard(core, GaveUp)
 
@@ -154,7 +156,7 @@ def test_a_request_that_kills_the_executor_fails_alone(error: str, deaths: int, 
 def test_several_fail_one_after_another_and_the_others_go_on(seed: int) -> None:
     core = Core(seed, device=poisoned(0, 3), steps_in_flight=3)
     admit_all(core, 5)
-    run_through_deaths(core, lambda: poisoned(0, 3), "it raised")
+    run_through_deaths(core, lambda: poisoned(0, 3))
     check_outputs(core, 5, without=(0, 3))
     assert {core.ends()[request_id].reason for request_id in (0, 3)} == {FinishReason.FAILED}
 
@@ -181,11 +183,23 @@ def test_whoever_was_there_twice_runs_alone_until_it_has_sampled_two_tokens() ->
 
 
 @pytest.mark.parametrize(
-    ("error", "answer"),
-    [(KILLED, True), ("its process was killed by SIGTERM", True), ("it was killed: by a test", True), ("OOM", False)],
+    ("cause", "killed_by", "is_from_outside"),
+    [
+        (ExitCause.SIGNALED, "SIGKILL", True),
+        (ExitCause.SIGNALED, "SIGTERM", True),
+        (ExitCause.SIGNALED, "SIGSEGV", False),
+        (ExitCause.KILLED, "", True),
+        (ExitCause.KILLED, "another", True),
+        (ExitCause.KILLED, "scheduler", False),
+        (ExitCause.CRASHED, "", False),
+        (ExitCause.EXITED, "", False),
+    ],
 )
-def test_who_ended_a_life(error: str, answer: bool) -> None:
-    assert blame.is_from_outside(error) is answer
+def test_the_cause_of_a_death_says_whether_it_came_from_outside(
+    cause: ExitCause, killed_by: str, is_from_outside: bool
+) -> None:
+    death = Terminated("executor", "it died", True, cause, killed_by)
+    assert blame.is_from_outside(death, "scheduler") is is_from_outside
 
 
 def test_deaths_without_a_step_in_between_come_to_an_end() -> None:
@@ -225,7 +239,7 @@ def test_an_executor_that_hangs_is_killed() -> None:
         assert core.stage.step()
     assert STEP_SECONDS <= core.stage.clock.seconds - before < STEP_SECONDS + 1, "learnt from the steps before"
     assert kills == ["the executor has not answered for 5 s"]
-    core.lose_executor(f"it was killed: {kills[-1]}")
+    core.lose_executor(kills[-1], None, ExitCause.KILLED, "scheduler")
     finish(core)
     check_outputs(core, 2, max_tokens=40)
 
@@ -261,7 +275,7 @@ def test_the_first_step_may_take_longer_where_the_start_did() -> None:
     kills: list[str] = []
     core = Core(0, device=StubDevice(60, 4), kill_executor=kills.append)
     finish(core)
-    core.scheduler.tell(Terminated("executor", "it died", is_restarting=True))
+    core.scheduler.tell(Terminated("executor", "it died", True, ExitCause.CRASHED))
     core.scheduler.tell(ExecutorReady(60, 4, life=7, seconds=20.0))
     admit_all(core, 2)
     assert waits_for_a_kill(core, kills) == pytest.approx(200, abs=1)
@@ -271,7 +285,7 @@ def test_an_executor_that_hangs_while_it_takes_another_one_s_place_is_killed() -
     kills: list[str] = []
     core = Core(0, device=StubDevice(60, 4), kill_executor=kills.append)
     finish(core)
-    core.scheduler.tell(Terminated("executor", "it died", is_restarting=True))
+    core.scheduler.tell(Terminated("executor", "it died", True, ExitCause.CRASHED))
     assert waits_for_a_kill(core, kills) == pytest.approx(START_SECONDS, abs=1)
     assert "take the place of a lost one" in kills[0]
 
@@ -597,7 +611,7 @@ def test_what_was_saved_before_the_executor_died_is_loaded_and_not_computed(last
     second = lasting(first._host_slots if lasts else None)
     if not lasts:
         second.host = msgspec.structs.replace(second.host, memory=6)
-    core.lose_executor(KILLED, device=second)
+    core.lose_executor("it was killed", second, *KILLED)
     finish(core)
     assert core.blocks().host_blocks_used == (used if lasts else 0), "at rest, all copies are known to be made"
     core.detokenizer.messages.clear()
@@ -618,7 +632,7 @@ def test_copies_of_steps_that_nobody_has_answered_may_not_have_been_made() -> No
     core.admit(7, list(range(700, 740)), Sampling(max_tokens=2))
     step_until(core, lambda: core.blocks().blocks_saved > 0 and len(scheduler_of(core)._work.flights) > 0)
     assert core.blocks().host_blocks_used > 0
-    core.lose_executor(KILLED, device=lasting())  # where nothing has been saved
+    core.lose_executor("it was killed", lasting(), *KILLED)  # where nothing has been saved
     step_until(core, lambda: not core.blocks().host_blocks_used)
     finish(core)
     assert core.ends()[7].reason is FinishReason.LENGTH

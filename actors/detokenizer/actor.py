@@ -28,7 +28,7 @@ from cuelight.messages.detokenizer import (
     TokensReady,
 )
 from cuelight.messages.intake import DetokenizerStarted, Finished, Opened, Streams
-from cuelight.messages.request import FinishReason, RequestId
+from cuelight.messages.request import FailureCause, FinishReason, RequestId
 from cuelight.messages.scheduler import Closed, GetHistories, IntakeStarted, StopMatched
 
 IntakeNews: TypeAlias = DetokenizerStarted | Finished
@@ -216,11 +216,11 @@ def _finish(stream: _Stream, ended: RequestEnded) -> None:
             text = stream.stops.finish()
     if text:
         stream.client.tell(Chunk(ended.request_id, stream.position, (), text))
-    reason, usage, error_text = ended.reason, ended.usage, ended.error
+    reason, usage, error_text, failure = ended.reason, ended.usage, ended.error, ended.failure
     if stream.over:
         reason = FinishReason.FAILED if stream.error else FinishReason.STOP
         usage = msgspec.structs.replace(usage, output_tokens=stream.position)
-        error_text = stream.error
+        error_text, failure = stream.error, FailureCause.UNDECODABLE if stream.error else None
     stream.client.tell(
         End(
             ended.request_id,
@@ -230,6 +230,7 @@ def _finish(stream: _Stream, ended: RequestEnded) -> None:
             ended.preemptions,
             error_text,
             ended.running_seconds,
+            failure,
         )
     )
 

@@ -37,7 +37,7 @@ from cuelight.messages.intake import (
     Submit,
 )
 from cuelight.messages.observer import Ready
-from cuelight.messages.request import FinishReason, Prompt, Refusal, RequestId, Usage
+from cuelight.messages.request import FailureCause, FinishReason, Prompt, Refusal, RequestId, Usage
 from cuelight.messages.scheduler import Abort, Admit, FailRequest, IntakeStarted, RestoreState, SetPolicy
 
 INLINE_CHARS_MAX: Final = 400
@@ -315,7 +315,10 @@ class Intake(Actor[IntakeInbox]):
         if live is None or live.stage is Stage.ADMITTED:
             self._scheduler.tell(condemn)
         if live is None:  # and whoever has a stream of it ends that
-            ended = RequestEnded(condemn.request_id, FinishReason.FAILED, Usage(), 0.0, 0, condemn.error)
+            failure = FailureCause.ACTOR_CRASHES
+            ended = RequestEnded(
+                condemn.request_id, FinishReason.FAILED, Usage(), 0.0, 0, condemn.error, failure=failure
+            )
             self._detokenizer.tell(ended)
 
     def _refuse(self, request_id: RequestId, refused: Refused) -> None:

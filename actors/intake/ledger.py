@@ -8,7 +8,7 @@ from enum import Enum, auto
 from cuelight.messages.address import Address
 from cuelight.messages.client import ClientMessage
 from cuelight.messages.detokenizer import Open, RequestEnded
-from cuelight.messages.request import FinishReason, RequestId, Sampling, Service, Usage
+from cuelight.messages.request import FailureCause, FinishReason, RequestId, Sampling, Service, Usage
 from cuelight.messages.scheduler import Admit, RestoreState, SetPolicy
 
 
@@ -49,8 +49,11 @@ class Live:
 
     def ending(self, request_id: RequestId) -> RequestEnded:
         """How it ends without the scheduler."""
-        reason = FinishReason.FAILED if self.error else FinishReason.CANCELLED
-        return RequestEnded(request_id, reason, Usage(prompt_tokens=len(self.token_ids)), 0.0, 0, self.error)
+        reason, failure = FinishReason.CANCELLED, None
+        if self.error:
+            reason, failure = FinishReason.FAILED, FailureCause.ACTOR_CRASHES
+        usage = Usage(prompt_tokens=len(self.token_ids))
+        return RequestEnded(request_id, reason, usage, 0.0, 0, self.error, failure=failure)
 
 
 class Ledger(dict[RequestId, Live]):

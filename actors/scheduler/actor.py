@@ -21,7 +21,7 @@ from cuelight.actors.scheduler.succession import Succession
 from cuelight.actors.scheduler.workload import DEADLINES, EXECUTOR, REPORT, START, Workload
 from cuelight.kernel import Actor, Context, Terminated, Timer, get_logger
 from cuelight.messages import detokenizer, intake
-from cuelight.messages.request import FinishReason
+from cuelight.messages.request import FailureCause, FinishReason
 from cuelight.messages.scheduler import (
     Abort,
     Admit,
@@ -133,7 +133,7 @@ class Scheduler(Actor[SchedulerInbox]):
             case Abort(request_id):
                 self._work.end_if_live(request_id, FinishReason.CANCELLED)
             case FailRequest(request_id, error):
-                self._work.end_if_live(request_id, FinishReason.FAILED, error)
+                self._work.end_if_live(request_id, FinishReason.FAILED, error, FailureCause.ACTOR_CRASHES)
             case StopMatched():
                 self._work.stop_matched(message)
             case Explain(request_id, reply_to):

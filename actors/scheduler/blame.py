@@ -11,6 +11,7 @@ from typing import Final
 
 from cuelight.actors.scheduler.planning import Planned
 from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.kernel import ExitCause, Terminated
 
 CRASHES_BEFORE_ALONE: Final = 2
 """Present in so many deaths, a request runs alone."""
@@ -21,12 +22,18 @@ KILLS_ALONE_MAX: Final = 3
 TOKENS_OF_INNOCENCE: Final = 2
 """After so many more tokens a request has nothing to do with what happened before."""
 
-_FROM_OUTSIDE: Final = ("SIGKILL", "SIGTERM", "it was killed", "SimulatedKill")
+SIGNALS_FROM_OUTSIDE: Final = frozenset({"SIGKILL", "SIGTERM"})
+"""Sent by an operator or by the system when memory is short; other signals mostly come of what the process does."""
 
 
-def is_from_outside(error: str) -> bool:
-    """Whether this end of a life was somebody's wish: what killed it says nothing of what it was computing."""
-    return any(sign in error for sign in _FROM_OUTSIDE)
+def is_from_outside(death: Terminated, scheduler: str) -> bool:
+    """Whether the executor was killed from outside, and not by its own computation or by the scheduler of this name."""
+    match death.cause:
+        case ExitCause.KILLED:
+            return death.killed_by != scheduler
+        case ExitCause.SIGNALED:
+            return death.killed_by in SIGNALS_FROM_OUTSIDE
+    return False
 
 
 def blame(present: Iterable[Tracked], *, from_outside: bool) -> Tracked | None:

@@ -11,7 +11,7 @@ from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.actors.scheduler.workload import CACHE, EXECUTOR, Workload, token_capacity
 from cuelight.kernel import get_logger
 from cuelight.messages import cache
-from cuelight.messages.request import FinishReason, RequestId
+from cuelight.messages.request import FailureCause, FinishReason, RequestId
 from cuelight.messages.scheduler import Grant, Granted
 
 log = get_logger("cuelight.scheduler")
@@ -103,7 +103,8 @@ class NextStep:
             self._run_what_fits()
         if short and not is_stale and not self._running and not self._flights:
             # Nothing runs, so every block is free, and still it does not fit: it never will (rule `liveness`).
-            self._work.end(short[0], FinishReason.FAILED, "the request does not fit the block pool")
+            reason = "the request does not fit the block pool"
+            self._work.end(short[0], FinishReason.FAILED, reason, FailureCause.NO_ROOM)
             self._door.refused(None)  # for the next one the pool may do
 
     def _take(self, grant: Grant, incarnation: int) -> None:
@@ -147,7 +148,7 @@ class NextStep:
             why = obstacle or ("all wait for a prefix" if self._door.deferred else "no step can be planned")
             reason = f"nothing moves, and {len(self._requests)} requests are live: {why}"
             log.error("stalled", request_id=stuck.request_id, reason=reason, running=len(self._running))
-            self._work.end(stuck, FinishReason.FAILED, reason)
+            self._work.end(stuck, FinishReason.FAILED, reason, FailureCause.STALLED)
             self._door.reopen(None)
             self._outbox.announce()
             self.plan(admit=True)

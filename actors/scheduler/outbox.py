@@ -11,7 +11,7 @@ from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.kernel import Role, get_logger
 from cuelight.messages import cache, detokenizer, executor, intake, observer
 from cuelight.messages.address import Address
-from cuelight.messages.request import FinishReason, RequestId, Usage
+from cuelight.messages.request import FailureCause, FinishReason, RequestId, Usage
 from cuelight.messages.scheduler import Admit
 
 log = get_logger("cuelight.scheduler")
@@ -90,13 +90,13 @@ class Outbox:
         """As `repeat`, of one that has ended."""
         self._to.detokenizer.tell(detokenizer.Histories((), (self._endings.of(request_id),)))
 
-    def end(self, request: Tracked, reason: FinishReason, error: str, now: float) -> None:
+    def end(self, request: Tracked, reason: FinishReason, error: str, now: float, failure: FailureCause | None) -> None:
         """The request is over."""
         usage = Usage(request.prompt_tokens, request.cached_tokens, request.output_tokens)
         elapsed = now - request.arrived_at
         queued = elapsed if request.queued_seconds is None else request.queued_seconds
         ended = detokenizer.RequestEnded(
-            request.request_id, reason, usage, queued, request.preemptions, error, request.running_seconds
+            request.request_id, reason, usage, queued, request.preemptions, error, request.running_seconds, failure
         )
         self._ends.append(ended)
         self._endings.add(ended, request.output)
@@ -121,7 +121,9 @@ class Outbox:
     def fail(self, admit: Admit, error: str) -> None:
         """A request that could not even be admitted is over."""
         usage = Usage(prompt_tokens=len(admit.token_ids))
-        ended = detokenizer.RequestEnded(admit.request_id, FinishReason.FAILED, usage, 0.0, 0, error)
+        ended = detokenizer.RequestEnded(
+            admit.request_id, FinishReason.FAILED, usage, 0.0, 0, error, 0.0, FailureCause.NOT_ADMITTED
+        )
         self._ends.append(ended)
         self._endings.add(ended, ())
 

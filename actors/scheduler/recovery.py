@@ -18,7 +18,6 @@ class Recovery:
         self._load_seconds = 0.0
         self._deaths = 0
         self._has_given_up = False
-        self._killed_for: str | None = None
 
     def replaced(self, neighbours: Neighbours) -> None:
         """Another executor has taken over, which answers for its own deaths alone."""
@@ -35,7 +34,6 @@ class Recovery:
     def died(self, reason: str, *, is_explained: bool) -> None:
         """The executor's life is over; where that is explained, what brought it down will do so no more."""
         self._deaths = 0 if is_explained else self._deaths + 1
-        self._killed_for = None
         if self._deaths > self._restarts_max:
             self.give_up(f"the executor has died {self._deaths} times and computed nothing in between; {reason}")
 
@@ -66,10 +64,5 @@ class Recovery:
         """End the executor's life, if that can be done."""
         if self._kill_executor is None:
             return False
-        self._killed_for = reason
         self._kill_executor(reason)
         return True
-
-    def is_own_kill(self, error: str) -> bool:
-        """Whether a life ended because it was killed from here."""
-        return self._killed_for is not None and self._killed_for in error

@@ -10,10 +10,10 @@ from cuelight.actors.scheduler.recovery import Recovery
 from cuelight.actors.scheduler.switching import Switching, confirm
 from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.actors.scheduler.workload import CACHE, EXECUTOR, REPORT, START, Workload, token_capacity
-from cuelight.kernel import Context, Terminated, get_logger
+from cuelight.kernel import Context, ExitCause, Terminated, get_logger
 from cuelight.messages import executor, intake, observer
 from cuelight.messages.address import Address
-from cuelight.messages.request import FinishReason
+from cuelight.messages.request import FailureCause, FinishReason
 from cuelight.messages.scheduler import (
     CancelSwitch,
     ExecutorFailed,
@@ -121,7 +121,8 @@ class Succession:
             limit = min(self._context_length, token_capacity(self._work.pool))
             request.limit_to(limit)
             if request.token_limit > limit:
-                self._work.end(request, FinishReason.FAILED, f"the model that has taken over holds {limit} tokens")
+                reason = f"the model that has taken over holds {limit} tokens"
+                self._work.end(request, FinishReason.FAILED, reason, FailureCause.NO_ROOM)
 
     def _hear_executor(self, message: ExecutorLoading | ExecutorReady | ExecutorFailed) -> None:
         """From the executor that there is, or one that is to take over, or one that is not needed any more."""
@@ -146,7 +147,7 @@ class Succession:
         cache_role, executor_role = self._neighbours.cache_role, self._neighbours.executor_role
         if cache_role is not None and death.actor == cache_role.name:
             self._work.doubts[CACHE].begin_again()
-            if death.error:
+            if death.cause is not ExitCause.STOPPED:
                 self._recovery.lost(death.error, self._now())
             self._work.lose_blocks("the cache manager was lost")
             self._work.reset_cache()
@@ -160,9 +161,9 @@ class Succession:
             self._work.doubts[START].give_up()
             if death.is_restarting:
                 self._work.doubts[START].asked(self._now())
-            if death.error:
+            if death.cause is not ExitCause.STOPPED:
                 self._recovery.lost(death.error, self._now())
-                self._inquire(death.error, [each for each in present if not each.is_over])
+                self._inquire(death, [each for each in present if not each.is_over])
 
     def _executor_ready(self, ready: ExecutorReady) -> None:
         if self._work.pool is not None:
@@ -187,14 +188,14 @@ class Succession:
         if not self._recovery.kill(f"it cannot load the model: {error}"):
             self._recovery.give_up(f"the executor cannot load the model again: {error}")
 
-    def _inquire(self, error: str, present: list[Tracked]) -> None:
+    def _inquire(self, death: Terminated, present: list[Tracked]) -> None:
         """The executor has died with these on board."""
-        from_outside = blame.is_from_outside(error) and not self._recovery.is_own_kill(error)
+        from_outside = blame.is_from_outside(death, self._context.ref.name)
         culprit = blame.blame(present, from_outside=from_outside)
-        self._recovery.died(error, is_explained=culprit is not None)
+        self._recovery.died(death.error, is_explained=culprit is not None)
         if culprit is not None:
-            reason = f"it has brought the executor down {culprit.crashes} times, at last alone with it: {error}"
-            self._work.end(culprit, FinishReason.FAILED, reason)
+            reason = f"it has brought the executor down {culprit.crashes} times, at last alone with it: {death.error}"
+            self._work.end(culprit, FinishReason.FAILED, reason, FailureCause.EXECUTOR_DEATHS)
 
     def _hear_successor(self, message: ExecutorLoading | ExecutorReady | ExecutorFailed) -> None:
         match message:

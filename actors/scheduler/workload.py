@@ -29,7 +29,7 @@ from cuelight.actors.scheduler.rounds import Rounds
 from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.kernel import Context, Timer, get_logger
 from cuelight.messages import cache
-from cuelight.messages.request import FinishReason, RequestId
+from cuelight.messages.request import FailureCause, FinishReason, RequestId
 from cuelight.messages.scheduler import (
     Admit,
     ExecutorReady,
@@ -146,12 +146,14 @@ class Workload:
             return self.chronicle.ended(request_id)
         return self.chronicle.explain(request, "running" if request.running else "waiting")
 
-    def end_if_live(self, request_id: RequestId, reason: FinishReason, error: str = "") -> None:
+    def end_if_live(
+        self, request_id: RequestId, reason: FinishReason, error: str = "", failure: FailureCause | None = None
+    ) -> None:
         """This request is over, unless it was before."""
         if (request := self.requests.get(request_id)) is not None:
-            self.end(request, reason, error)
+            self.end(request, reason, error, failure)
 
-    def end(self, request: Tracked, reason: FinishReason, error: str = "") -> None:
+    def end(self, request: Tracked, reason: FinishReason, error: str = "", failure: FailureCause | None = None) -> None:
         """This request is over."""
         now = self.now()
         del self.requests[request.request_id]
@@ -165,7 +167,7 @@ class Workload:
         else:
             self.waiting.leave(request)
         self.chronicle.end(request, str(reason), error, now)
-        self.outbox.end(request, reason, error, now)
+        self.outbox.end(request, reason, error, now, failure)
 
     def step_done(self, done: StepDone) -> None:
         """The oldest step in flight has been computed."""
@@ -206,7 +208,7 @@ class Workload:
 
     def _fail(self, request: Tracked, error: str) -> None:
         if not request.is_over:
-            self.end(request, FinishReason.FAILED, error)
+            self.end(request, FinishReason.FAILED, error, FailureCause.STEP_FAILED)
 
     def step_failed(self, failed: StepFailed) -> None:
         """Void every step of the epoch and recompute; a request whose step fails when it runs alone is at fault."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Generic, Never, Protocol, TypeAlias, TypeVar, Union, get_args, get_origin
 
-from cuelight.kernel.clock import Moment, Timer
+from cuelight.kernel.clock import ActorClock, Timer
 from cuelight.kernel.ref import Ref
 from cuelight.kernel.supervision import RestartPolicy
 from cuelight.kernel.worker import Worker
@@ -51,7 +51,7 @@ class Context(Protocol[M_contra]):
         """Its own address."""
 
     @property
-    def clock(self) -> Moment:
+    def clock(self) -> ActorClock:
         """Time as this actor sees it: `clock.now()` is when the message being handled was delivered."""
 
     @property

@@ -33,7 +33,7 @@ class LoopClock:
         return asyncio.get_running_loop().call_later(delay, callback)
 
 
-class Moment:
+class ActorClock:
     """What a system's mailboxes and actors know of now: who acts, and when it began to.
 
     Time stands still while a handler runs: it is when its message was delivered, so that a recorded inbox replays.

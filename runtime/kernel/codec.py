@@ -11,10 +11,10 @@ from typing import TypeAlias, Union, cast, get_args, get_origin, get_type_hints
 import msgspec
 
 from cuelight.kernel.errors import NotAccepted, NotSendable
-from cuelight.kernel.ref import Address
+from cuelight.kernel.ref import Recipient
 
 AddressId: TypeAlias = str | int
-AddressFinder: TypeAlias = Callable[[AddressId, tuple[type, ...]], Address[object]]
+AddressFinder: TypeAlias = Callable[[AddressId, tuple[type, ...]], Recipient[object]]
 """Gives the address of an id, which takes messages of these types. May raise LookupError."""
 
 Name: TypeAlias = str
@@ -37,7 +37,7 @@ def reachable(protocols: Iterable[object]) -> dict[Name, type]:
     """
     found: dict[Name, type] = {}
     searched: set[type] = set()
-    hints: list[object] = [Address[protocol] for protocol in protocols]  # type: ignore[valid-type]  # as in a message
+    hints: list[object] = [Recipient[protocol] for protocol in protocols]  # type: ignore[valid-type]  # as in a message
     while hints:
         hint = hints.pop()
         if not _is_address(hint):
@@ -79,14 +79,14 @@ class Codec:
     """
 
     def __init__(
-        self, types: dict[Name, type], to_id: Callable[[Address[object]], AddressId], to_address: AddressFinder
+        self, types: dict[Name, type], to_id: Callable[[Recipient[object]], AddressId], to_address: AddressFinder
     ) -> None:
         self._types = types
         self._to_address = to_address
         self._decoders: dict[Name, msgspec.msgpack.Decoder[object]] = {}
 
         def encode_other(value: object) -> AddressId:
-            if isinstance(value, Address):
+            if isinstance(value, Recipient):
                 return to_id(value)
             raise NotSendable(f"a {type(value).__qualname__} cannot be encoded")
 

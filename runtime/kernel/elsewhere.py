@@ -24,59 +24,63 @@ import uvloop
 from cuelight.kernel import wire
 from cuelight.kernel.actor import InLoop, Role
 from cuelight.kernel.codec import AddressId
-from cuelight.kernel.errors import ActorCrashed, shown
+from cuelight.kernel.driver import AsyncioDriver
+from cuelight.kernel.errors import ActorCrashed, describe
 from cuelight.kernel.events import Delivered, Event
-from cuelight.kernel.placement import Engagement
+from cuelight.kernel.placement import RemoteLifeSpec
 from cuelight.kernel.ref import Ref
-from cuelight.kernel.stage import Seat
+from cuelight.kernel.stage import ActorSlot
 from cuelight.kernel.supervision import RestartPolicy
-from cuelight.kernel.system import System
 
-_WORDS_MAX: Final = 32_000
+_REPORT_CHARS_MAX: Final = 32_000
 """Of an error and of its traceback, in characters."""
 
 
-class _Afar(str):
+class _RemoteSender(str):
     """The sender of a message that was handed over, not one that was told here."""
 
     __slots__ = ()
 
 
-class _Elsewhere(System):
+class _RemoteDriver(AsyncioDriver):
     """A system of one, whose other actors are at the end of a wire."""
 
     interrupts = ()
     """There is no program to end here."""
 
-    def __init__(self, engagement: Engagement, on_lost: Callable[[], None]) -> None:
-        self._role = role = engagement.part.role
+    def __init__(self, spec: RemoteLifeSpec, on_lost: Callable[[], None]) -> None:
+        self._role = role = spec.part.role
         # A crash goes to the supervision at the other end; what is handed over comes on top of what is its own.
         here = replace(role, capacity=role.capacity + wire.WINDOW)
-        part = replace(engagement.part, role=here, restart_policy=RestartPolicy(), placement=InLoop())
-        super().__init__([part], tap=self._count, slow_handler_seconds=engagement.slow_handler_seconds)
-        packer = wire.Packer(engagement.cast, engagement.part.placement.message_bytes_max)
-        self._engagement = engagement
+        part = replace(spec.part, role=here, restart_policy=RestartPolicy(), placement=InLoop())
+        super().__init__([part], tap=self._count, slow_handler_seconds=spec.slow_handler_seconds)
+        encoder = wire.MessageEncoder(spec.cast, spec.part.placement.message_bytes_max)
+        self._spec = spec
         self._on_lost = on_lost
         self._begun = [0, 0]
-        self._watchers: dict[str, set[Seat]] = {}
+        self._watchers: dict[str, set[ActorSlot]] = {}
         """Of those who were spawned here, who watches whom at the other end."""
-        self.wire = wire.Wire(packer, self.known, self)
-        self._others: dict[str, Ref[object]] = {}
-        for each in engagement.cast:
+        self.wire = wire.Wire(encoder, self.find_by_name, self)
+        self._remote_refs: dict[str, Ref[object]] = {}
+        for each in spec.cast:
             if each.name != self._role.name:
-                self._others[each.name] = Ref(each.name, partial(self.wire.tell, each.name, each.message_types()))
+                self._remote_refs[each.name] = Ref(each.name, partial(self.wire.tell, each.name, each.message_types()))
 
-    def known(self, name: str) -> Ref[object] | None:
+    def run_remote_life(self, connection: socket.socket, spec: RemoteLifeSpec) -> None:
+        """Run one life of an actor that was spawned here and is placed on a thread of its own."""
+        run_life(connection, spec)
+
+    def find_by_name(self, name: str) -> Ref[object] | None:
         """The address of the actor of this name, here or at the other end."""
-        return self._others.get(name) or super().known(name)
+        return self._remote_refs.get(name) or super().find_by_name(name)
 
     def roles(self) -> list[Role[object]]:
         """Those at the other end too: whoever is spawned here and lives elsewhere is to know them."""
-        return list({role.name: role for role in (*super().roles(), *self._engagement.cast)}.values())
+        return list({role.name: role for role in (*super().roles(), *self._spec.cast)}.values())
 
-    def watch(self, watcher: Seat, name: str) -> None:
+    def watch(self, watcher: ActorSlot, name: str) -> None:
         """Here or at the other end, which for the actor itself delivers `Terminated` like any message."""
-        if name in self._seats:
+        if name in self._slots:
             super().watch(watcher, name)
         else:
             if not (is_own := watcher.name == self._role.name):
@@ -84,19 +88,19 @@ class _Elsewhere(System):
             self.wire.call("watch", name, is_own)
 
     def dismiss(self, role: Role[Never], *, drop: bool = False) -> None:
-        """Here or at the other end, where the actor's own seat is too."""
-        if role.name in self._seats and role.name != self._role.name:
+        """Here or at the other end, where the actor's own slot is too."""
+        if role.name in self._slots and role.name != self._role.name:
             super().dismiss(role, drop=drop)
         else:
             self.wire.call("dismiss", role.name, drop)
             if drop and role.name == self._role.name:
-                self.hear_stop(drop=True)
+                self.on_stop(drop=True)
 
-    def kill(self, role: Role[Never], reason: str) -> None:
+    def kill_for(self, killed_by: str, role: Role[Never], reason: str) -> None:
         """Here or at the other end, but for the actor itself at both."""
-        if role.name == self._role.name or role.name not in self._seats:
-            self.wire.call("kill", role.name, reason)
-        super().kill(role, reason)
+        if role.name == self._role.name or role.name not in self._slots:
+            self.wire.call("kill", role.name, reason, killed_by)
+        super().kill_for(killed_by, role, reason)
 
     def report_slow(self, actor: str, message_type: str, seconds: float) -> None:
         """Reported where the system's opener sees it."""
@@ -106,13 +110,13 @@ class _Elsewhere(System):
         if crash.actor != self._role.name:
             super()._report_crash(crash)
 
-    def seed_of(self, seat: Seat) -> int:
+    def seed_of(self, slot: ActorSlot) -> int:
         """The actor's was drawn at the other end."""
-        return self._engagement.seed if seat.name == self._role.name else super().seed_of(seat)
+        return self._spec.seed if slot.name == self._role.name else super().seed_of(slot)
 
     def _count(self, event: Event) -> None:
         """A message that was handed over is begun, so there is room for another one."""
-        if isinstance(event, Delivered) and isinstance(event.sender, _Afar):
+        if isinstance(event, Delivered) and isinstance(event.sender, _RemoteSender):
             if not any(self._begun):
                 asyncio.get_running_loop().call_soon(self._acknowledge)
             self._begun[type(event.message) in self._role.urgent] += 1
@@ -122,36 +126,36 @@ class _Elsewhere(System):
             self.wire.call("begun", *self._begun)
             self._begun = [0, 0]
 
-    def hear_stop(self, drop: bool) -> None:
+    def on_stop(self, drop: bool) -> None:
         """The actor is to stop, when all that was handed over is handled (with `drop`, at once)."""
         self._closing.set()
         if drop:
-            self._give_up(self._seats[self._role.name])
+            self._abort(self._slots[self._role.name])
 
-    def hear_strike(self) -> None:
+    def on_abort(self) -> None:
         """This life must end as a crash, when the present handler has returned."""
-        super().kill(self._role, "")
+        super().kill_for("", self._role, "")
 
-    def told(self, to: AddressId, sender: str, message: object, /) -> None:
+    def on_message(self, to: AddressId, sender: str, message: object, /) -> None:
         """The other end has a message for the actor, news for those who watch, or an answer."""
         if to == self._role.name:
-            self._seats[self._role.name].mailbox.post(message, _Afar(sender))
+            self._slots[self._role.name].mailbox.post(message, _RemoteSender(sender))
         elif isinstance(to, str):
             for watcher in self._watchers.get(to, ()):
                 watcher.mailbox.post(message, sender)
         else:
             self.wire.address(to).tell(message)
 
-    def failed(self, message_type: str, error: Exception, /) -> None:
+    def on_error(self, message_type: str, error: Exception, /) -> None:
         """A spawned actor, or an answer's address, refused what it was told: its sender is at the other end."""
-        self._fail(self._seats[self._role.name], ActorCrashed(self._role.name, message_type, error))
+        self._fail(self._slots[self._role.name], ActorCrashed(self._role.name, message_type, error))
 
-    def lost(self) -> None:
+    def on_disconnect(self) -> None:
         """The other end is gone, or has given this life up."""
         self._on_lost()
-        self.hear_stop(drop=True)
+        self.on_stop(drop=True)
 
-    async def play(self, connection: socket.socket) -> None:
+    async def run(self, connection: socket.socket) -> None:
         """This life, from the first frame to the last."""
         await self.wire.connect(connection)
         end: tuple[str, ...] = ("stopped",)
@@ -161,24 +165,24 @@ class _Elsewhere(System):
                 await self._closing.wait()
         except ActorCrashed as crash:
             assert crash.__cause__ is not None
-            end = _last_words(crash.message_type, crash.__cause__)
+            end = _crash_report(crash.message_type, crash.__cause__)
         self._acknowledge()
         self.wire.call(*end)
         self._on_lost = lambda: None
         await self.wire.finish()
 
 
-def _last_words(message_type: str, error: BaseException) -> tuple[str, ...]:
+def _crash_report(message_type: str, error: BaseException) -> tuple[str, ...]:
     trace = ""
     with suppress(Exception):  # of an error that cannot be shown
         trace = "".join(traceback.format_exception(error)).rstrip().encode(errors="backslashreplace").decode()
-    return "crashed", message_type, shown(error)[:_WORDS_MAX], trace[-_WORDS_MAX:]
+    return "crashed", message_type, describe(error)[:_REPORT_CHARS_MAX], trace[-_REPORT_CHARS_MAX:]
 
 
-def live(connection: socket.socket, engagement: Engagement, on_lost: Callable[[], None] = lambda: None) -> None:
+def run_life(connection: socket.socket, spec: RemoteLifeSpec, on_lost: Callable[[], None] = lambda: None) -> None:
     """One life, in a new event loop of this thread."""
     with connection, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_Elsewhere(engagement, on_lost).play(connection))
+        runner.run(_RemoteDriver(spec, on_lost).run(connection))
 
 
 def main(descriptor: int) -> None:
@@ -188,20 +192,20 @@ def main(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     try:
-        with connection.makefile("rb") as words:
-            _die_with(pickle.load(words))
+        with connection.makefile("rb") as preamble:
+            _exit_with_parent(pickle.load(preamble))
             current_process()._inheriting = True  # type: ignore[attr-defined]  # as `multiprocessing` marks its own
-            spawn.prepare(pickle.load(words))
+            spawn.prepare(pickle.load(preamble))
             current_process()._inheriting = False  # type: ignore[attr-defined]
-            engagement = pickle.load(words)
+            spec = pickle.load(preamble)
     except BaseException as error:
         with suppress(OSError):  # the parent is gone
-            connection.sendall(wire.encoded(*_last_words("construction", error)))
+            connection.sendall(wire.encode_frame(*_crash_report("construction", error)))
         sys.exit(1)
-    live(connection, engagement, on_lost=lambda: os._exit(1))
+    run_life(connection, spec, on_lost=lambda: os._exit(1))
 
 
-def _die_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """Be killed when the parent dies, even if this process is too busy to notice that the connection is lost."""
     with suppress(OSError, AttributeError):  # only Linux has it
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -8,7 +8,12 @@
   - AskTimeout       no answer before the deadline
   - ActorStopped     asked an actor that has stopped for good
   - ActorCrashed     a constructor, hook or handler raised, or the actor's process died; the cause is chained
+  - RemoteError      such a cause, where it arose on another thread or in another process
+    - ActorKilled      …where `kill` ended the life
+    - ProcessKilled    …where a signal ended the process
 """
+
+from cuelight.kernel.supervision import ExitCause
 
 
 class KernelError(Exception):
@@ -39,31 +44,12 @@ class ActorStopped(KernelError):
     """The actor has stopped for good and will never answer."""
 
 
-def shown(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Its repr, as text that can be sent and written; of one whose repr fails, its type."""
     try:
         return repr(error).encode("utf-8", "backslashreplace").decode()
     except Exception:
         return f"<{type(error).__qualname__}, which cannot be shown>"
-
-
-class ActorCrashed(KernelError):
-    """An actor's constructor, hook or handler raised, or the process it lived in died.
-
-    `message_type` is the name of the message's type, "construction", "started", "stopped", or "" for a death;
-    `message` the one that was being handled, where there was one and it is known.
-    """
-
-    def __init__(self, actor: str, message_type: str, error: BaseException, message: object = None) -> None:
-        happened = f"crashed on {message_type}: {shown(error)}" if message_type else f"died: {error}"
-        super().__init__(f"actor {actor!r} {happened}")
-        self.actor = actor
-        self.message_type = message_type
-        self.message = message
-        self.__cause__ = error
-
-    def __reduce__(self) -> tuple[type["ActorCrashed"], tuple[str, str, BaseException | None]]:
-        return type(self), (self.actor, self.message_type, self.__cause__)
 
 
 class RemoteError(KernelError):
@@ -74,3 +60,49 @@ class RemoteError(KernelError):
         self.trace = trace
         if trace:
             self.add_note(trace)
+
+
+class ActorKilled(RemoteError):
+    """The end of a life by `kill`; `killed_by` is the name of the actor that called it, "" for other code."""
+
+    def __init__(self, error: str, killed_by: str = "") -> None:
+        super().__init__(error)
+        self.killed_by = killed_by
+
+
+class ProcessKilled(RemoteError):
+    """The end of an actor's process by a signal; `signal` is its name, such as "SIGKILL"."""
+
+    def __init__(self, error: str, signal: str = "") -> None:
+        super().__init__(error)
+        self.signal = signal
+
+
+class ActorCrashed(KernelError):
+    """An actor's constructor, hook or handler raised, or the process it lived in died.
+
+    `message_type` is the name of the message's type, "construction", "started", "stopped", or "" for a death;
+    `message` the one that was being handled, where there was one and it is known. `cause` is never
+    `ExitCause.STOPPED`, and `killed_by` is as in `Terminated`.
+    """
+
+    def __init__(self, actor: str, message_type: str, error: BaseException, message: object = None) -> None:
+        happened = f"crashed on {message_type}: {describe(error)}" if message_type else f"died: {error}"
+        super().__init__(f"actor {actor!r} {happened}")
+        self.actor = actor
+        self.message_type = message_type
+        self.message = message
+        self.cause, self.killed_by = _exit_cause(message_type, error)
+        self.__cause__ = error
+
+    def __reduce__(self) -> tuple[type["ActorCrashed"], tuple[str, str, BaseException | None]]:
+        return type(self), (self.actor, self.message_type, self.__cause__)
+
+
+def _exit_cause(message_type: str, error: BaseException) -> tuple[ExitCause, str]:
+    match error:
+        case ActorKilled():
+            return ExitCause.KILLED, error.killed_by
+        case ProcessKilled():
+            return ExitCause.SIGNALED, error.signal
+    return ExitCause.CRASHED if message_type else ExitCause.EXITED, ""

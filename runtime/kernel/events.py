@@ -5,6 +5,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from cuelight.kernel.supervision import ExitCause
+
 
 class Started(msgspec.Struct, frozen=True, tag=True):
     """An actor was built: its `life`-th life, counted from 1. `seed` is that of its context's chance."""
@@ -30,12 +32,14 @@ class Delivered(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A life is over; `error` is empty where the actor stopped in order."""
+    """The end of a life; `error` is empty where the actor stopped in order. `killed_by` is as in `Terminated`."""
 
     seconds: float
     actor: str
     life: int
     error: str
+    cause: ExitCause
+    killed_by: str = ""
 
 
 Event: TypeAlias = Started | Delivered | Ended

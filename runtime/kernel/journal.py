@@ -23,7 +23,7 @@ from cuelight.kernel.codec import AddressId, Codec, type_name
 from cuelight.kernel.errors import NotSendable
 from cuelight.kernel.events import Delivered, Ended, Event, Started
 from cuelight.kernel.records import LAST_RECORD, MAGIC, JournalError, Record, Recorded, encode_header, encode_record
-from cuelight.kernel.ref import Address, Ref
+from cuelight.kernel.ref import Recipient, Ref
 from cuelight.log import get_logger
 
 if sys.platform != "win32":
@@ -196,10 +196,10 @@ class _Numbers:
 
     def __init__(self) -> None:
         self._count = 0
-        self._weak: dict[int, tuple[weakref.ref[Address[object]], int]] = {}
-        self._strong: OrderedDict[int, tuple[Address[object], int]] = OrderedDict()
+        self._weak: dict[int, tuple[weakref.ref[Recipient[object]], int]] = {}
+        self._strong: OrderedDict[int, tuple[Recipient[object], int]] = OrderedDict()
 
-    def of(self, address: Address[object]) -> AddressId:
+    def of(self, address: Recipient[object]) -> AddressId:
         """An actor's name, or a number for any other address."""
         if isinstance(address, Ref):
             return address.name
@@ -262,7 +262,7 @@ def _claim(file: int, path: Path) -> None:
         raise JournalError(f"{path} exists and is no journal: it is not overwritten")
 
 
-def _no_address(_: AddressId, __: tuple[type, ...]) -> Address[object]:
+def _no_address(_: AddressId, __: tuple[type, ...]) -> Recipient[object]:
     raise NotSendable("a journal only encodes")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Never, TypeAlias
 
 from cuelight.kernel.actor import Role
-from cuelight.kernel.clock import Clock, Moment
+from cuelight.kernel.clock import ActorClock, Clock
 from cuelight.kernel.errors import MailboxFull, NotAccepted
 
 OWN: Final = "(own)"
@@ -39,15 +39,15 @@ class MailboxStatistics:
 class Mailbox:
     """A bounded queue with one reader. Belongs to the event loop's thread; not thread-safe."""
 
-    def __init__(self, role: Role[Never], clock: Clock, moment: Moment | None = None) -> None:
+    def __init__(self, role: Role[Never], clock: Clock, actor_clock: ActorClock | None = None) -> None:
         self.name = role.name
         self.capacity = role.capacity
-        self.pack: Callable[[object], object] | None = None
+        self.convert: Callable[[object], object] | None = None
         """Turns a message into what the queue keeps of it; may raise, at the sender."""
         self.urgent: deque[Entry] = deque()
         self.ordinary: deque[Entry] = deque()
         self._lanes = {kind: self.urgent if kind in role.urgent else self.ordinary for kind in role.message_types()}
-        self._moment = moment or Moment()
+        self._actor_clock = actor_clock or ActorClock()
         self._now = clock.now
         self._waiter: asyncio.Future[None] | None = None
         self.closed = False
@@ -73,9 +73,9 @@ class Mailbox:
         length = len(self.urgent) + len(self.ordinary)
         if length >= self.capacity:
             raise MailboxFull(f"{self.name} already has {length} messages waiting")
-        if self.pack is not None:
-            message = self.pack(message)
-        lane.append((self._now(), self._moment.acting, message))
+        if self.convert is not None:
+            message = self.convert(message)
+        lane.append((self._now(), self._actor_clock.acting, message))
         if length >= self._peak:
             self._peak = length + 1
         if self._waiter is not None:

@@ -20,7 +20,7 @@ from cuelight.kernel.errors import KernelError
 from cuelight.kernel.events import Ended, Started
 
 MAGIC: Final = b"cuelight journal"
-VERSION: Final = 1
+VERSION: Final = 2
 
 _HEAD: Final = struct.Struct("<II")
 _ABOUT, _STARTED, _DELIVERED, _ENDED, _CLOSED = (bytes([kind]) for kind in range(5))

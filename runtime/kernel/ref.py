@@ -17,7 +17,7 @@ PAUSE_SECONDS: Final = 0.002
 
 
 @runtime_checkable
-class Address(Protocol[M_contra]):
+class Recipient(Protocol[M_contra]):
     """Anything that takes messages of type `M`. What a request's `reply_to` is."""
 
     def tell(self, message: M_contra, /) -> None:
@@ -43,7 +43,7 @@ class Ref(Generic[M_contra]):
         then crashes its sender.
         """
         self._is_stopped = is_stopped
-        self.deadlines: Deadlines | None = None
+        self.deadlines: AskDeadlines | None = None
         """Those of its system, which everybody's asks share."""
 
     @property
@@ -55,7 +55,7 @@ class Ref(Generic[M_contra]):
         return f"<Ref {self.name}>"
 
 
-class _Answer:
+class _FutureRecipient:
     """A return address that resolves a future with the first message it is told."""
 
     __slots__ = ("__weakref__", "_future")
@@ -68,7 +68,7 @@ class _Answer:
             self._future.set_result(message)
 
 
-class Deadlines:
+class AskDeadlines:
     """Until when each of the futures that wait in one event loop may wait: one timer, for the earliest of them.
 
     A timer of its own would cost each ask a sixth of its time, and hardly any ever fires.
@@ -107,7 +107,7 @@ class Deadlines:
             self._look_at(max(earliest, now + PAUSE_SECONDS))
 
 
-async def ask(ref: Ref[M], request: Callable[[Address[A]], M], timeout_seconds: float) -> A:
+async def ask(ref: Ref[M], request: Callable[[Recipient[A]], M], timeout_seconds: float) -> A:
     """Send `request(return_address)` and await its one answer. For code outside the actors only.
 
     Raises:
@@ -119,10 +119,10 @@ async def ask(ref: Ref[M], request: Callable[[Address[A]], M], timeout_seconds: 
         raise ActorStopped(f"{ref!r} has stopped")
     loop = asyncio.get_running_loop()
     future: asyncio.Future[object] = loop.create_future()
-    ref.tell(request(_Answer(future)))
+    ref.tell(request(_FutureRecipient(future)))
     deadlines = ref.deadlines
     if deadlines is None or deadlines.loop is not loop:
-        deadlines = Deadlines(loop, LoopClock())
+        deadlines = AskDeadlines(loop, LoopClock())
     deadlines.add(future, timeout_seconds)
     try:
         return await future  # type: ignore[return-value]  # as what was asked for takes no other

@@ -12,20 +12,20 @@ from dataclasses import dataclass, replace
 from typing import Final, Never, Protocol, TypeVar
 
 from cuelight.kernel.actor import ActorSpec, Role
-from cuelight.kernel.clock import Moment, Timer
+from cuelight.kernel.clock import ActorClock, Timer
 from cuelight.kernel.codec import AddressId, Name
-from cuelight.kernel.ref import Address, Ref
+from cuelight.kernel.ref import Recipient, Ref
 from cuelight.kernel.worker import Worker
 
 M = TypeVar("M")
 T = TypeVar("T")
 
-UNKNOWN: Final = -1
+UNKNOWN_ID: Final = -1
 """The id of an address that the actor made itself: the recording has a number for it, the replay cannot know which."""
 
 
 @dataclass(frozen=True)
-class Told:
+class SentMessage:
     """A message on its way, and the one in whose handling it was told."""
 
     life: int
@@ -36,20 +36,20 @@ class Told:
     may_be_lost: bool = False
 
 
-class Ways:
-    """What was told and not compared yet, in order: a queue for each receiver, lane, and occupant of its seat."""
+class SentMessages:
+    """What was told and not compared yet, in order: a queue for each receiver, lane, and occupant of its slot."""
 
     def __init__(self, roles: dict[str, Role[Never]]) -> None:
         self._roles = roles
-        self._queues: dict[tuple[str, str, int], deque[Told]] = {}
-        self._seats: Counter[str] = Counter()
+        self._queues: dict[tuple[str, str, int], deque[SentMessage]] = {}
+        self._slots: Counter[str] = Counter()
         self._spawned: Counter[str] = Counter()
         self._known: dict[str, Role[Never] | None] = {}
-        self._broken_off: dict[int, int] = {}
+        self._crashes: dict[int, int] = {}
 
     def spawned(self, actor: str) -> None:
         """There is a newcomer, whose recorded start comes only after the message that made it."""
-        self._seats[actor] += 1
+        self._slots[actor] += 1
         self._spawned[actor] += 1
 
     def started(self, actor: str, life: int) -> None:
@@ -59,30 +59,30 @@ class Ways:
         if self._spawned[actor]:
             self._spawned[actor] -= 1
         else:
-            self._seats[actor] += 1
+            self._slots[actor] += 1
 
-    def way(self, receiver: str, kind: Name, kind_type: type | None) -> deque[Told]:
+    def queue_of(self, receiver: str, kind: Name, kind_type: type | None) -> deque[SentMessage]:
         """The queue for messages of this type. Where the receiver's lanes are unknown, each type has its own."""
         role = self._known.setdefault(receiver, self._roles.get(receiver))
         lane = kind if role is None else "urgent" if kind_type in role.urgent else ""
         # Whoever stands in a cast can be told things before its own life begins.
-        return self._queues.setdefault((receiver, lane, max(1, self._seats[receiver])), deque())
+        return self._queues.setdefault((receiver, lane, max(1, self._slots[receiver])), deque())
 
-    def break_off(self, life: int, index: int) -> None:
+    def crashed_at(self, life: int, index: int) -> None:
         """This life crashed at `index`: what is told there now need not have been told when it was recorded."""
-        self._broken_off[life] = index
+        self._crashes[life] = index
 
-    def died(self, receiver: str) -> None:
+    def process_died(self, receiver: str) -> None:
         """Its process was killed, with what had been handed over to it."""
-        for (actor, _, _), way in self._queues.items():
+        for (actor, _, _), queue in self._queues.items():
             if actor == receiver:
-                lost = [replace(told, may_be_lost=True) for told in way]
-                way.clear()
-                way.extend(lost)
+                lost = [replace(sent, may_be_lost=True) for sent in queue]
+                queue.clear()
+                queue.extend(lost)
 
-    def may_be_missing(self, told: Told) -> bool:
+    def may_be_missing(self, sent: SentMessage) -> bool:
         """Whether it may be missing in the recording."""
-        return told.may_be_lost or told.index >= self._broken_off.get(told.life, told.index + 1)
+        return sent.may_be_lost or sent.index >= self._crashes.get(sent.life, sent.index + 1)
 
 
 class Finder(Protocol):
@@ -91,11 +91,11 @@ class Finder(Protocol):
     def __call__(self, role: Role[M], /) -> Ref[M]: ...
 
 
-class Rehearsed:
+class ReplayContext:
     """The context of an actor whose inbox is replayed."""
 
     def __init__(
-        self, ref: Ref[object], clock: Moment, seed: int, find: Finder, on_spawn: Callable[[str], None]
+        self, ref: Ref[object], clock: ActorClock, seed: int, find: Finder, on_spawn: Callable[[str], None]
     ) -> None:
         self.ref = ref
         self.clock = clock
@@ -107,10 +107,10 @@ class Rehearsed:
         return self._find(role)
 
     def worker(self, name: str) -> Worker[object]:
-        return Idle()
+        return Inert()
 
     def after(self, seconds: float, message: object) -> Timer:
-        return Idle()
+        return Inert()
 
     def watch(self, role: Role[Never]) -> None: ...
 
@@ -123,7 +123,7 @@ class Rehearsed:
     def kill(self, role: Role[Never], reason: str) -> None: ...
 
 
-class Idle:
+class Inert:
     """A thread or a timer that does nothing: what it would post is in the recorded inbox."""
 
     def submit(
@@ -135,7 +135,7 @@ class Idle:
     def cancel(self) -> None: ...
 
 
-class Outside:
+class ExternalRecipient:
     """The address of someone who is no actor, as the journal numbered it."""
 
     def __init__(self, number: int) -> None:
@@ -145,7 +145,9 @@ class Outside:
         """What leaves the cast is not recorded."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Outside) and (self.number == other.number or UNKNOWN in (self.number, other.number))
+        return isinstance(other, ExternalRecipient) and (
+            self.number == other.number or UNKNOWN_ID in (self.number, other.number)
+        )
 
     def __hash__(self) -> int:
         return hash(self.number)
@@ -154,8 +156,8 @@ class Outside:
         return f"<address {self.number}>"
 
 
-def id_of(address: Address[object]) -> AddressId:
+def id_of(address: Recipient[object]) -> AddressId:
     """What an address crosses as."""
     if isinstance(address, Ref):
         return address.name
-    return address.number if isinstance(address, Outside) else UNKNOWN
+    return address.number if isinstance(address, ExternalRecipient) else UNKNOWN_ID

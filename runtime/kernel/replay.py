@@ -8,19 +8,22 @@ from functools import partial
 from typing import Final, Never, TypeVar, cast
 
 from cuelight.kernel.actor import Actor, ActorSpec, InLoop, Role
-from cuelight.kernel.clock import Moment
+from cuelight.kernel.clock import ActorClock
 from cuelight.kernel.codec import AddressId, Codec, Name, reachable, type_name
 from cuelight.kernel.errors import NotAccepted, NotSendable
 from cuelight.kernel.events import Ended, Started
 from cuelight.kernel.records import JournalError, JournalReader, Recorded
-from cuelight.kernel.ref import Address, Ref
-from cuelight.kernel.rehearsal import Outside, Rehearsed, Told, Ways, id_of
-from cuelight.kernel.stage import Stage
-from cuelight.kernel.supervision import Terminated
+from cuelight.kernel.ref import Recipient, Ref
+from cuelight.kernel.rehearsal import ExternalRecipient, ReplayContext, SentMessage, SentMessages, id_of
+from cuelight.kernel.stage import ActorTable
+from cuelight.kernel.supervision import ExitCause, Terminated
 
 M = TypeVar("M")
 
-_KERNEL_SAYS: Final = type_name(Terminated)
+_TERMINATED: Final = type_name(Terminated)
+
+_DEATHS: Final = (ExitCause.KILLED, ExitCause.SIGNALED, ExitCause.EXITED)
+"""Ends of a life that may take messages along which had been handed over to a process."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,10 @@ def replay(
     """
     if not isinstance(part.placement, InLoop):
         raise JournalError(f"{part.role.name} lives outside the loop, where nobody records what it posts to itself")
-    return _Rehearsal(cast(ActorSpec[object], part), types, roles).run(journal)
+    return _ReplayRun(cast(ActorSpec[object], part), types, roles).run(journal)
 
 
-class _Rehearsal:
+class _ReplayRun:
     def __init__(self, part: ActorSpec[object], types: Iterable[object], roles: Iterable[Role[Never]]) -> None:
         self._part = part
         self._name = part.role.name
@@ -79,8 +82,8 @@ class _Rehearsal:
         self._types = reachable([*types, *(role.accepts for role in self._roles.values())])
         self._codec = Codec(self._types, id_of, self._address)
         self._refs: dict[str, Ref[object]] = {}
-        self._outside: dict[int, Outside] = {}
-        self._moment = Moment()
+        self._external: dict[int, ExternalRecipient] = {}
+        self._actor_clock = ActorClock()
         self._actor: Actor[object] | None = None
         self._lives = 0
         self._handled = 0
@@ -89,25 +92,25 @@ class _Rehearsal:
         self._stopped = ""
         self._compared = 0
         self._difference: Difference | None = None
-        self._ways = Ways(self._roles)
+        self._sent = SentMessages(self._roles)
 
     def run(self, journal: JournalReader) -> Replay:
         for record in journal:
             match record:
                 case Started(actor=actor, life=life):
-                    self._ways.started(actor, life)
+                    self._sent.started(actor, life)
                     if actor == self._name:
                         self._begin(record)
                 case Recorded(sender=sender, actor=actor):
-                    if sender == self._name and record.type_name != _KERNEL_SAYS:
+                    if sender == self._name and record.type_name != _TERMINATED:
                         self._compare(record)
                     if actor == self._name:
                         self._handle(record)
                 case Ended(actor=actor):
                     if actor == self._name:
                         self._end(record)
-                    elif " died: " in record.error:
-                        self._ways.died(actor)
+                    elif record.cause in _DEATHS:
+                        self._sent.process_died(actor)
         if not self._lives:
             raise JournalError(f"{journal.path} knows no actor {self._name!r}")
         if self._raised is not None and not self._is_over:
@@ -125,13 +128,13 @@ class _Rehearsal:
         if self._is_over:
             return
         ref = self._ref(self._name)
-        context = Rehearsed(ref, self._moment, record.seed, self._find, self._ways.spawned)
+        context = ReplayContext(ref, self._actor_clock, record.seed, self._find, self._sent.spawned)
 
         def start() -> None:
             self._actor = self._part.build(context)
             self._actor.started()
 
-        self._do(f"the start of life {self._lives}", record.seconds, start)
+        self._call(f"the start of life {self._lives}", record.seconds, start)
 
     def _handle(self, record: Recorded) -> None:
         self._check_not_raised()
@@ -142,24 +145,24 @@ class _Rehearsal:
             return
         self._handled += 1
         assert self._actor is not None, "the tap hears of a life before its first message"
-        self._do(message, record.seconds, partial(self._actor.handle, message))
+        self._call(message, record.seconds, partial(self._actor.handle, message))
 
     def _end(self, record: Ended) -> None:
-        if not record.error:
+        if record.cause is ExitCause.STOPPED:
             self._check_not_raised()
         if not self._is_over and self._actor is not None and self._raised is None:
             # Also after a crash that does not happen again: it may have been in here.
-            self._do(f"the end of life {self._lives}", record.seconds, self._actor.stopped)
-        if record.error:
-            self._ways.break_off(self._lives, self._handled)
+            self._call(f"the end of life {self._lives}", record.seconds, self._actor.stopped)
+        if record.cause is not ExitCause.STOPPED:
+            self._sent.crashed_at(self._lives, self._handled)
             self._raised = None
         self._check_not_raised()
 
-    def _do(self, handling: object, seconds: float, act: Callable[[], None]) -> None:
-        self._moment.seconds, self._handling = seconds, handling
+    def _call(self, handling: object, seconds: float, act: Callable[[], None]) -> None:
+        self._actor_clock.seconds, self._handling = seconds, handling
         try:
             act()
-        except Stage.interrupts:
+        except ActorTable.interrupts:
             raise
         except BaseException as error:
             self._raised = error
@@ -170,7 +173,7 @@ class _Rehearsal:
             error, self._raised = self._raised, None
             self._differ(self._handled, self._handling, self._name, "no error", f"{error!r} was raised")
 
-    def _told(self, receiver: str, message: object) -> None:
+    def _keep_sent(self, receiver: str, message: object) -> None:
         """The actor tells another, or itself."""
         role = self._roles.get(receiver)
         if role is not None and type(message) not in role.message_types():
@@ -181,34 +184,34 @@ class _Rehearsal:
             body = self._codec.encode(message)
         except NotSendable:
             body = None
-        told = Told(self._lives, self._handled, self._handling, kind, body)
-        self._ways.way(receiver, kind, type(message)).append(told)
+        sent = SentMessage(self._lives, self._handled, self._handling, kind, body)
+        self._sent.queue_of(receiver, kind, type(message)).append(sent)
 
     def _compare(self, record: Recorded) -> None:
-        way = self._ways.way(record.actor, record.type_name, self._types.get(record.type_name))
-        while way:
-            told = way.popleft()
-            if self._is_same(told, record):
+        queue = self._sent.queue_of(record.actor, record.type_name, self._types.get(record.type_name))
+        while queue:
+            sent = queue.popleft()
+            if self._is_same(sent, record):
                 self._compared += 1
                 return
-            if not self._ways.may_be_missing(told):
-                got = self._shown(told.kind, told.body)
-                self._differ(told.index, told.handling, record.actor, self._expected(record), got)
+            if not self._sent.may_be_missing(sent):
+                got = self._shown(sent.kind, sent.body)
+                self._differ(sent.index, sent.handling, record.actor, self._expected(record), got)
                 return
         if not self._is_over:
             got = "nothing" if self._raised is None else f"nothing: {self._raised!r} was raised"
             self._differ(self._handled, self._handling, record.actor, self._expected(record), got)
 
-    def _is_same(self, told: Told, record: Recorded) -> bool:
-        if told.kind != record.type_name:
+    def _is_same(self, sent: SentMessage, record: Recorded) -> bool:
+        if sent.kind != record.type_name:
             return False
-        if record.opaque or told.body is None:
+        if record.opaque or sent.body is None:
             return bool(record.opaque)
-        if told.body == record.body:
+        if sent.body == record.body:
             return True
         # A whole number in place of a fraction, for example, is the same to whoever reads it.
         try:
-            return self._codec.decode(told.kind, told.body) == self._codec.decode(told.kind, record.body)
+            return self._codec.decode(sent.kind, sent.body) == self._codec.decode(sent.kind, record.body)
         except (NotAccepted, NotSendable):
             return False
 
@@ -242,17 +245,17 @@ class _Rehearsal:
     def _ref(self, name: str) -> Ref[object]:
         """The address of an actor, which keeps what it is told."""
         if name not in self._refs:
-            self._refs[name] = Ref(name, partial(self._told, name))
+            self._refs[name] = Ref(name, partial(self._keep_sent, name))
         return self._refs[name]
 
     def _find(self, role: Role[M]) -> Ref[M]:
         self._roles.setdefault(role.name, role)
         return self._ref(role.name)
 
-    def _address(self, address_id: AddressId, _: tuple[type, ...]) -> Address[object]:
+    def _address(self, address_id: AddressId, _: tuple[type, ...]) -> Recipient[object]:
         if isinstance(address_id, str):
             return self._ref(address_id)
-        return self._outside.setdefault(address_id, Outside(address_id))
+        return self._external.setdefault(address_id, ExternalRecipient(address_id))
 
 
 def _text(message: object) -> str:

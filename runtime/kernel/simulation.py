@@ -12,10 +12,11 @@ from cuelight.kernel.actor import Actor, ActorSpec, InLoop, InProcess
 from cuelight.kernel.clock import Timer
 from cuelight.kernel.errors import ActorCrashed, KernelError
 from cuelight.kernel.events import Delivered, Event, Tap
-from cuelight.kernel.faults import Faults, SimulatedCrash, SimulatedKill, Striker
-from cuelight.kernel.recording import Crossing, History, Ids
-from cuelight.kernel.stage import Life, Seat, Stage
-from cuelight.kernel.turns import Act, Condition, Procedure, Turn, at_once
+from cuelight.kernel.faults import FaultInjector, Faults, SimulatedCrash
+from cuelight.kernel.recording import AddressIds, EventLog, MessageCopier
+from cuelight.kernel.stage import ActorSlot, ActorTable, Life
+from cuelight.kernel.supervision import ExitCause
+from cuelight.kernel.turns import Condition, LifeTask, SimulatedTask, SupervisionTask, always
 from cuelight.kernel.virtual import VirtualClock, VirtualMailbox, VirtualWorker
 
 M = TypeVar("M")
@@ -31,7 +32,7 @@ class SimulationError(KernelError):
 NO_FAULTS = Faults()
 
 
-class Simulation(Stage):
+class Simulation(ActorTable):
     """A cast driven by a seed: the same seed gives the same history, byte for byte.
 
     The actors are built at once; nothing else happens until `run`. Each step is one delivery, one job of a worker or
@@ -75,21 +76,21 @@ class Simulation(Stage):
         super().__init__(cast, random.Random(seed), tap)
         self.clock = VirtualClock()
         self.on_crash = on_crash or (lambda _: None)
-        self._striker = Striker(faults, self._chance)
+        self._injector = FaultInjector(faults, self._chance)
         self._delay_seconds_max = faults.delay_seconds_max
-        self._ids = Ids(self.known)
-        self._history = History(self._ids) if record else None
+        self._ids = AddressIds(self.find_by_name)
+        self._history = EventLog(self._ids) if record else None
         if record:
-            self.tap = self._see
-        self._turns: list[Turn] = []
-        self._acts: dict[str, Act] = {}
+            self.tap = self._call_tap
+        self._tasks: list[SimulatedTask] = []
+        self._life_tasks: dict[str, LifeTask] = {}
         self._is_running = False
         for part in self._cast:
-            self._add_seat(part)
+            self._add_slot(part)
         self._prepare_to_cross()
-        for seat in self._seats.values():
-            self._build(seat)
-            self._begin(seat)
+        for slot in self._slots.values():
+            self._build(slot)
+            self._begin_life(slot)
 
     @property
     def history(self) -> bytes:
@@ -125,22 +126,22 @@ class Simulation(Stage):
         if not self._is_running:
             self.run(steps_max=steps_max)
 
-    def hire(self, name: str, post: Callable[[object], None]) -> VirtualWorker:
+    def new_worker(self, name: str, post: Callable[[object], None]) -> VirtualWorker:
         """A worker whose jobs are run at moments that the seed draws."""
-        self._turns[:] = [each for each in self._turns if not (isinstance(each, VirtualWorker) and each.is_over)]
+        self._tasks[:] = [each for each in self._tasks if not (isinstance(each, VirtualWorker) and each.is_over)]
         worker = VirtualWorker(post, self._chance)
-        self._turns.append(worker)
+        self._tasks.append(worker)
         return worker
 
-    def _see(self, event: Event) -> None:
+    def _call_tap(self, event: Event) -> None:
         if self._history is not None:
             self._history.add(event)
         self._own_tap(event)
 
     def _step(self, until_seconds: float) -> bool:
         """Let one thing happen; False where nothing can."""
-        if ready := [turn for turn in self._turns if turn.is_ready()]:
-            ready[int(self._chance.random() * len(ready))].take_turn()
+        if ready := [task for task in self._tasks if task.is_ready()]:
+            ready[int(self._chance.random() * len(ready))].step()
             return True
         due = self.clock.next_due()
         if due is None or due > until_seconds:
@@ -151,80 +152,80 @@ class Simulation(Stage):
     # Messages on their way.
 
     def _new_mailbox(self, part: ActorSpec[object]) -> VirtualMailbox:
-        delay, before_put = self._delay_seconds_max, self._striker.before_tell
-        return VirtualMailbox(part, self.clock, self.moment, self._chance, delay, before_put)
+        delay, before_put = self._delay_seconds_max, self._injector.before_tell
+        return VirtualMailbox(part, self.clock, self.actor_clock, self._chance, delay, before_put)
 
-    def _prepare(self, seat: Seat) -> None:
+    def _prepare(self, slot: ActorSlot) -> None:
         self._prepare_to_cross()  # for all: whoever joins may bring messages that others can tell each other as well
 
     def _prepare_to_cross(self) -> None:
-        parts = [seat.part for seat in self._seats.values()]
+        parts = [slot.part for slot in self._slots.values()]
         if all(isinstance(part.placement, InLoop) for part in parts):
             return
-        crossing = Crossing(parts, self._ids, self.moment)
-        for seat in self._seats.values():
-            seat.mailbox.pack = partial(crossing.cross_to, seat.name)
+        copier = MessageCopier(parts, self._ids, self.actor_clock)
+        for slot in self._slots.values():
+            slot.mailbox.convert = partial(copier.copy_to, slot.name)
 
     # Lives.
 
-    def _begin(self, seat: Seat) -> None:
-        act = self._acts[seat.name] = Act(seat, self._go_on)
-        self._turns.append(act)
+    def _begin_life(self, slot: ActorSlot) -> None:
+        life_task = self._life_tasks[slot.name] = LifeTask(slot, self._step_life)
+        self._tasks.append(life_task)
 
-    def _go_on(self, act: Act) -> None:
+    def _step_life(self, life_task: LifeTask) -> None:
         """One step of a life: its beginning, one message, or its end."""
-        seat, life = act.seat, act.seat.life
+        slot, life = life_task.slot, life_task.slot.life
         try:
             if life is None:
-                self._build(seat)
+                self._build(slot)
             elif life.crash is not None:
                 raise life.crash
-            elif not act.is_started:
-                act.is_started = True
-                self._act(seat, self.clock.now(), life.actor.started, "started")
-            elif len(seat.mailbox):
-                self._deliver(seat, life.actor)
+            elif not life_task.is_started:
+                life_task.is_started = True
+                self._call_actor(slot, self.clock.now(), life.actor.started, "started")
+            elif len(slot.mailbox):
+                self._deliver(slot, life.actor)
             else:
-                self._leave(act)
+                self._stop_life(life_task)
         except ActorCrashed as crash:
-            self._end(seat, crash)
+            self._end(slot, crash)
 
-    def _leave(self, act: Act) -> None:
+    def _stop_life(self, life_task: LifeTask) -> None:
         """End a life in order. Raises ActorCrashed."""
-        life = act.seat.life
+        life = life_task.slot.life
         assert life is not None
         if life.crash is not None:
             raise life.crash
-        if not act.is_started:
-            self._act(act.seat, self.clock.now(), life.actor.started, "started")
-        self._act(act.seat, self.clock.now(), life.actor.stopped, "stopped")
-        self._end(act.seat, None)
+        if not life_task.is_started:
+            self._call_actor(life_task.slot, self.clock.now(), life.actor.started, "started")
+        self._call_actor(life_task.slot, self.clock.now(), life.actor.stopped, "stopped")
+        self._end(life_task.slot, None)
 
-    def _deliver(self, seat: Seat, actor: Actor[object]) -> None:
-        message = self._take(seat)
-        handle = partial(self._striker.handle, seat, partial(actor.handle, message))
+    def _deliver(self, slot: ActorSlot, actor: Actor[object]) -> None:
+        message = self._take_message(slot)
+        handle = partial(self._injector.handle, slot, partial(actor.handle, message))
         try:
-            self._act(seat, self.clock.now(), handle, type(message).__qualname__)
+            self._call_actor(slot, self.clock.now(), handle, type(message).__qualname__)
         except ActorCrashed as crash:
             crash.message = message
             raise
 
-    def _take(self, seat: Seat) -> object:
-        _, sender, message = seat.mailbox.take()
+    def _take_message(self, slot: ActorSlot) -> object:
+        _, sender, message = slot.mailbox.take()
         if self.tap is not None:
-            self.tap(Delivered(self.clock.now(), sender, seat.name, message))
+            self.tap(Delivered(self.clock.now(), sender, slot.name, message))
         return message
 
-    def _end(self, seat: Seat, crash: ActorCrashed | None) -> None:
-        if (act := self._acts.pop(seat.name, None)) is not None:
-            self._turns.remove(act)
-        if is_killed := crash is not None and _is_kill(seat, crash):
-            for _ in range(self._striker.lost_with(seat)):
-                self._take(seat)
-        for other in self._seats.values():
+    def _end(self, slot: ActorSlot, crash: ActorCrashed | None) -> None:
+        if (life_task := self._life_tasks.pop(slot.name, None)) is not None:
+            self._tasks.remove(life_task)
+        if is_killed := crash is not None and _is_kill(slot, crash):
+            for _ in range(self._injector.lost_count(slot)):
+                self._take_message(slot)
+        for other in self._slots.values():
             assert isinstance(other.mailbox, VirtualMailbox)
-            other.mailbox.sender_ended(seat.name, is_killed=is_killed)
-        super()._end(seat, crash)
+            other.mailbox.sender_ended(slot.name, is_killed=is_killed)
+        super()._end(slot, crash)
 
     # What follows a crash, and the end.
 
@@ -232,75 +233,74 @@ class Simulation(Stage):
         if not isinstance(crash.__cause__, SimulatedCrash):
             super()._report_crash(crash)
 
-    def _begin_restart(self, group: Sequence[Seat], delay_seconds: float) -> None:
-        self._turns.append(Procedure(self._turns, self._restart(group, delay_seconds)))
+    def _begin_restart(self, group: Sequence[ActorSlot], delay_seconds: float) -> None:
+        self._tasks.append(SupervisionTask(self._tasks, self._restart(group, delay_seconds)))
 
-    def _restart(self, group: Sequence[Seat], delay_seconds: float) -> Iterator[Condition]:
-        for seat in reversed(group):
-            yield at_once
-            if seat.restart is group and seat.life is not None:  # else a greater restart has taken it over
-                seat.life.leave()
+    def _restart(self, group: Sequence[ActorSlot], delay_seconds: float) -> Iterator[Condition]:
+        for slot in reversed(group):
+            yield always
+            if slot.restart is group and slot.life is not None:  # else a greater restart has taken it over
+                slot.life.request_stop()
                 try:
-                    self._leave(self._acts[seat.name])
+                    self._stop_life(self._life_tasks[slot.name])
                 except ActorCrashed as crash:
-                    self._end(seat, crash)
+                    self._end(slot, crash)
         yield self._after(delay_seconds)
-        for seat in group:
-            if seat.restart is group:
-                self._begin_again(seat)
-                yield at_once
+        for slot in group:
+            if slot.restart is group:
+                self._begin_next_life(slot)
+                yield always
 
-    def _begin_again(self, seat: Seat) -> None:
-        seat.restart = None
+    def _begin_next_life(self, slot: ActorSlot) -> None:
+        slot.restart = None
         try:
-            self._striker.build()
-            self._build(seat)
-        except SimulatedCrash as blow:
-            Life(self, seat)
-            self._end(seat, ActorCrashed(seat.name, "construction", blow))
+            self._injector.before_build()
+            self._build(slot)
+        except SimulatedCrash as fault:
+            Life(self, slot)
+            self._end(slot, ActorCrashed(slot.name, "construction", fault))
         except ActorCrashed as crash:
-            self._end(seat, crash)
+            self._end(slot, crash)
         else:
-            self._begin(seat)
+            self._begin_life(slot)
 
     def _after(self, seconds: float) -> Condition:
         due = self.clock.now() + seconds
         self.clock.call_at(due, lambda: None)
         return lambda: self.clock.now() >= due
 
-    def _fail(self, seat: Seat, crash: ActorCrashed) -> None:
+    def _fail(self, slot: ActorSlot, crash: ActorCrashed) -> None:
         self.is_dropping = True
         self.failure = self.failure or crash
-        seat.mailbox.close(drop=True)
+        slot.mailbox.close(drop=True)
         self._begin_to_close()
 
     def _begin_to_close(self) -> None:
         if not self._closing.is_set():
             self._closing.set()
-            self._turns[:] = [turn for turn in self._turns if not isinstance(turn, Procedure)]
+            self._tasks[:] = [task for task in self._tasks if not isinstance(task, SupervisionTask)]
             self._forget_restarts()
-            self._turns.append(Procedure(self._turns, self._close()))
+            self._tasks.append(SupervisionTask(self._tasks, self._close()))
 
     def _forget_restarts(self) -> None:
-        for seat in self._seats.values():
-            seat.restart = None
+        for slot in self._slots.values():
+            slot.restart = None
 
     def _close(self) -> Iterator[Condition]:
-        for seat in reversed(list(self._seats.values())):
-            yield at_once
-            seat.mailbox.close(drop=self.is_dropping)
-            yield partial(self._has_ended, seat)
-        for seat in self._seats.values():
-            seat.mailbox.close(drop=True)
+        for slot in reversed(list(self._slots.values())):
+            yield always
+            slot.mailbox.close(drop=self.is_dropping)
+            yield partial(self._has_ended, slot)
+        for slot in self._slots.values():
+            slot.mailbox.close(drop=True)
 
-    def _has_ended(self, seat: Seat) -> bool:
-        return seat.name not in self._acts
+    def _has_ended(self, slot: ActorSlot) -> bool:
+        return slot.name not in self._life_tasks
 
 
-def _is_kill(seat: Seat, crash: ActorCrashed) -> bool:
+def _is_kill(slot: ActorSlot, crash: ActorCrashed) -> bool:
     """Whether a process has died with all that was handed over to it."""
-    is_death = isinstance(crash.__cause__, SimulatedKill) or not crash.message_type
-    return is_death and isinstance(seat.part.placement, InProcess)
+    return crash.cause is not ExitCause.CRASHED and isinstance(slot.part.placement, InProcess)
 
 
 def for_each_seed(seeds: Iterable[int], trial: Callable[[int], object]) -> None:

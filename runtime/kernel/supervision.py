@@ -44,18 +44,39 @@ class RestartPolicy:
         assert 0 <= self.backoff_seconds <= self.backoff_max_seconds, "the back-off grows up to its maximum"
 
 
-class Terminated(msgspec.Struct, frozen=True, tag=True):
-    """Told to those who watch an actor: a life of it is over, and all that it said came before this.
+class ExitCause(StrEnum):
+    """Why a life of an actor ended: the exit reason of Erlang/OTP."""
 
-    `error` is empty where it stopped in order; `is_restarting` says whether another life follows.
+    STOPPED = "stopped"
+    """In order: the actor was dismissed, restarted with another one, or stopped with its system."""
+    CRASHED = "crashed"
+    """A constructor, hook or handler raised."""
+    KILLED = "killed"
+    """`Context.kill` or `System.kill` was called."""
+    SIGNALED = "signaled"
+    """A signal ended the actor's process."""
+    EXITED = "exited"
+    """The actor's process or thread ended, or its connection broke, without a last message."""
+
+
+class Terminated(msgspec.Struct, frozen=True, tag=True):
+    """The end of a life, sent to the watchers of an actor after all messages that this life has sent.
+
+    `error` is empty where the actor stopped in order; `is_restarting` says whether another life follows. For
+    `ExitCause.KILLED`, `killed_by` is the name of the actor that called `kill`, or "" for code outside the actors; for
+    `ExitCause.SIGNALED`, the name of the signal, such as "SIGKILL".
     """
 
     actor: str
     error: str
     is_restarting: bool
+    cause: ExitCause = ExitCause.STOPPED
+    killed_by: str = ""
 
 
-def judge(restart_policy: RestartPolicy, crashes: list[float], now: float, chance: random.Random) -> float | None:
+def restart_delay(
+    restart_policy: RestartPolicy, crashes: list[float], now: float, chance: random.Random
+) -> float | None:
     """Return the seconds until an actor with this restart policy restarts after a crash; None ends the system.
 
     `crashes` remembers its earlier ones, and this one too where it restarts.

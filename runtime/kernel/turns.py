@@ -1,64 +1,67 @@
-"""What a simulation draws from: things that may happen next."""
+"""Simulated tasks: the steps from which a simulation draws the next one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeAlias
 
-from cuelight.kernel.stage import Seat
+from cuelight.kernel.stage import ActorSlot
 
 Condition: TypeAlias = Callable[[], bool]
 
 
-class Turn(Protocol):
-    """Something that may happen next."""
+class SimulatedTask(Protocol):
+    """A task of a simulation, which is run step by step."""
 
     def is_ready(self) -> bool:
         """Whether it may happen now."""
 
-    def take_turn(self) -> None:
-        """It happens, or a step of it."""
+    def step(self) -> None:
+        """Take the next step."""
 
 
-class Act:
-    """A life of an actor. Where the seat has no actor, it is yet to be built."""
+class LifeTask:
+    """The task of one life of an actor. Where the slot has no life, the first step builds the actor."""
 
-    __slots__ = ("_go_on", "is_started", "seat")
+    __slots__ = ("_step_life", "is_started", "slot")
 
-    def __init__(self, seat: Seat, go_on: Callable[[Act], None]) -> None:
-        self.seat = seat
+    def __init__(self, slot: ActorSlot, step_life: Callable[[LifeTask], None]) -> None:
+        self.slot = slot
         self.is_started = False
-        self._go_on = go_on
+        self._step_life = step_life
 
     def is_ready(self) -> bool:
         """Whether there is something to begin, to handle or to end."""
-        is_leaving = self.seat.life is not None and self.seat.life.is_leaving
-        return not self.is_started or len(self.seat.mailbox) > 0 or self.seat.mailbox.closed or is_leaving
+        is_stop_requested = self.slot.life is not None and self.slot.life.is_stop_requested
+        return not self.is_started or len(self.slot.mailbox) > 0 or self.slot.mailbox.closed or is_stop_requested
 
-    def take_turn(self) -> None:
+    def step(self) -> None:
         """Take the next step of this life."""
-        self._go_on(self)
+        self._step_life(self)
 
 
-class Procedure:
-    """Something done in steps, each when the condition holds that the one before has given; then it leaves `turns`."""
+class SupervisionTask:
+    """A procedure of supervision: each step waits for the condition that the step before has yielded.
 
-    __slots__ = ("_steps", "_turns", "is_ready")
+    After the last step the task removes itself from `tasks`.
+    """
 
-    def __init__(self, turns: list[Turn], steps: Iterator[Condition]) -> None:
-        self._turns = turns
+    __slots__ = ("_steps", "_tasks", "is_ready")
+
+    def __init__(self, tasks: list[SimulatedTask], steps: Iterator[Condition]) -> None:
+        self._tasks = tasks
         self._steps = steps
-        self.is_ready: Condition = at_once
+        self.is_ready: Condition = always
 
-    def take_turn(self) -> None:
+    def step(self) -> None:
         """Take the next step."""
         try:
             self.is_ready = next(self._steps)
         except StopIteration:
-            if self in self._turns:  # else its last step was to end all procedures
-                self._turns.remove(self)
+            if self in self._tasks:  # else its last step was to end all procedures
+                self._tasks.remove(self)
 
 
-def at_once() -> bool:
+def always() -> bool:
     """The condition that always holds."""
     return True

@@ -14,7 +14,7 @@ from itertools import count
 from typing import NamedTuple, TypeVar
 
 from cuelight.kernel.actor import ActorSpec, InLoop
-from cuelight.kernel.clock import Moment, Timer
+from cuelight.kernel.clock import ActorClock, Timer
 from cuelight.kernel.errors import MailboxFull
 from cuelight.kernel.mailbox import OWN, Mailbox
 
@@ -71,24 +71,24 @@ class VirtualClock:
         callback()
 
 
-class _UnderWay(NamedTuple):
+class _InTransit(NamedTuple):
     due: float
     message: object
     sender: str
 
 
-class _Edge:
+class _Channel:
     """What is under way from one sender in one lane. The first `out_count` can no longer be lost with the sender."""
 
-    __slots__ = ("out_count", "under_way")
+    __slots__ = ("in_transit", "settled_count")
 
     def __init__(self) -> None:
-        self.under_way: deque[_UnderWay] = deque()
-        self.out_count = 0
+        self.in_transit: deque[_InTransit] = deque()
+        self.settled_count = 0
 
     def settle(self) -> None:
         """Nothing of what is under way can be lost with the sender."""
-        self.out_count = len(self.under_way)
+        self.settled_count = len(self.in_transit)
 
 
 class VirtualMailbox(Mailbox):
@@ -101,31 +101,31 @@ class VirtualMailbox(Mailbox):
         self,
         part: ActorSpec[object],
         clock: VirtualClock,
-        moment: Moment,
+        actor_clock: ActorClock,
         chance: random.Random,
         delay_seconds_max: float,
         before_put: Callable[[], None],
     ) -> None:
-        super().__init__(part.role, clock, moment)
+        super().__init__(part.role, clock, actor_clock)
         self._is_elsewhere = not isinstance(part.placement, InLoop)
         self._clock = clock
         self._chance = chance
         self._delay_seconds_max = delay_seconds_max
         self._before_put = before_put
-        self._edges: dict[tuple[str, bool], _Edge] = {}
-        self._under_way = 0
+        self._channels: dict[tuple[str, bool], _Channel] = {}
+        self._in_transit = 0
 
     def put(self, message: object) -> None:
         """As any mailbox's."""
         self._before_put()
-        is_full = len(self) + self._under_way >= self.capacity
-        if self._under_way and is_full and not self.closed and type(message) in self._lanes:
+        is_full = len(self) + self._in_transit >= self.capacity
+        if self._in_transit and is_full and not self.closed and type(message) in self._lanes:
             raise MailboxFull(f"{self.name} already has {self.capacity} messages waiting or under way")
         if self.closed or is_full or type(message) not in self._lanes:
             super().put(message)  # which refuses or drops it
         else:
-            packed = message if self.pack is None else self.pack(message)
-            self._send(packed, self._moment.acting)
+            encoded = message if self.convert is None else self.convert(message)
+            self._send(encoded, self._actor_clock.acting)
 
     def _send(self, message: object, sender: str) -> None:
         if self._is_elsewhere and sender == self.name:
@@ -134,17 +134,17 @@ class VirtualMailbox(Mailbox):
             super().post(message, sender)
             return
         now = self._clock.now()
-        edge = self._edges.setdefault((sender, self._lanes.get(type(message)) is self.urgent), _Edge())
+        channel = self._channels.setdefault((sender, self._lanes.get(type(message)) is self.urgent), _Channel())
         # Half of all messages are as fast as can be, so that they meet those of other senders.
         due = now + max(0.0, 2 * self._chance.random() - 1) * self._delay_seconds_max
-        if edge.under_way:
-            due = max(due, edge.under_way[-1].due)
+        if channel.in_transit:
+            due = max(due, channel.in_transit[-1].due)
         elif due == now:
             super().post(message, sender)
             return
-        edge.under_way.append(_UnderWay(due, message, sender))
-        self._under_way += 1
-        self._clock.call_at(due, partial(self._arrive, edge))
+        channel.in_transit.append(_InTransit(due, message, sender))
+        self._in_transit += 1
+        self._clock.call_at(due, partial(self._arrive, channel))
 
     def post(self, message: object, sender: str = OWN) -> None:
         """As any mailbox's."""
@@ -155,33 +155,35 @@ class VirtualMailbox(Mailbox):
     def sender_ended(self, sender: str, *, is_killed: bool) -> None:
         """A life of the sender is over. Where its process was killed, the last that it told may never have got out."""
         for is_urgent in (False, True):
-            edge = self._edges.get((sender, is_urgent))
-            if edge is not None and is_killed:
-                for _ in range(int(self._chance.random() * (len(edge.under_way) - edge.out_count + 1))):
-                    edge.under_way.pop()
-                    self._under_way -= 1
+            channel = self._channels.get((sender, is_urgent))
+            if channel is not None and is_killed:
+                for _ in range(int(self._chance.random() * (len(channel.in_transit) - channel.settled_count + 1))):
+                    channel.in_transit.pop()
+                    self._in_transit -= 1
         self._settle(sender)
 
     def _settle(self, sender: str) -> None:
         for is_urgent in (False, True):
-            if (edge := self._edges.get((sender, is_urgent))) is not None:
-                edge.settle()
+            if (channel := self._channels.get((sender, is_urgent))) is not None:
+                channel.settle()
 
-    def _arrive(self, edge: _Edge) -> None:
-        if edge.under_way and edge.under_way[0].due <= self._clock.now():  # else it has come before, or was lost
-            self._arrive_now(edge)
+    def _arrive(self, channel: _Channel) -> None:
+        if (
+            channel.in_transit and channel.in_transit[0].due <= self._clock.now()
+        ):  # else it has come before, or was lost
+            self._arrive_now(channel)
 
-    def _arrive_now(self, edge: _Edge) -> None:
-        _, message, sender = edge.under_way.popleft()
-        edge.out_count = max(0, edge.out_count - 1)
-        self._under_way -= 1
+    def _arrive_now(self, channel: _Channel) -> None:
+        _, message, sender = channel.in_transit.popleft()
+        channel.settled_count = max(0, channel.settled_count - 1)
+        self._in_transit -= 1
         super().post(message, sender)
 
     def close(self, *, drop: bool) -> None:
         """As any mailbox's; what is under way has come before."""
-        for edge in self._edges.values():
-            while edge.under_way:
-                self._arrive_now(edge)
+        for channel in self._channels.values():
+            while channel.in_transit:
+                self._arrive_now(channel)
         super().close(drop=drop)
 
 
@@ -227,6 +229,6 @@ class VirtualWorker:
         """Whether there is a job to run."""
         return bool(self.jobs)
 
-    def take_turn(self) -> None:
+    def step(self) -> None:
         """Run the next job."""
         self.jobs.popleft()()

@@ -17,7 +17,7 @@ import msgspec
 from cuelight.kernel.actor import Role
 from cuelight.kernel.codec import AddressId, Codec, Name, reachable, type_name
 from cuelight.kernel.errors import MessageTooLarge, NotAccepted, NotSendable
-from cuelight.kernel.ref import Address, Ref
+from cuelight.kernel.ref import Recipient, Ref
 from cuelight.kernel.supervision import Terminated
 
 WINDOW: Final = 32
@@ -28,31 +28,35 @@ _EXTRA_BYTES: Final = 1024 * 1024
 """What a frame may have beside a message of the largest size."""
 
 
-def encoded(what: str, *arguments: object) -> bytes:
+def encode_frame(what: str, *arguments: object) -> bytes:
     """A frame as it goes over the socket: what happens and what it is about, behind their length.
 
     "said" is a message to an actor, by name, or to another address; at the actor's side, any other name is of one
     watched. "forget" is for the other end itself: the address that it keeps under this number has been dropped here.
-    Anything else is about the actor's life: the method `hear_what` of who uses the other end is called.
+    Anything else is about the actor's life: the method `on_what` of who uses the other end is called.
     """
     data = msgspec.msgpack.encode((what, *arguments))
     return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 
 
-class Packed(NamedTuple):
+class EncodedMessage(NamedTuple):
     """A message ready to cross; in its body each address is an index into `addresses`."""
 
     message: object
     name: Name
     body: bytes
-    addresses: list[Address[object]]
+    addresses: list[Recipient[object]]
 
 
-class Packer:
+class MessageEncoder:
     """Makes messages ready to cross between those who know this cast, over whichever wire."""
 
     def __init__(self, cast: Sequence[Role[Never]], bytes_max: int) -> None:
         self.bytes_max = bytes_max
+        self._addresses: list[Recipient[object]] = []
+        """Of the message that is being encoded."""
+        self._find: Callable[[int, tuple[type, ...]], Recipient[object]] = lambda index, _: self._addresses[index]
+        """Gives the addresses of the message that is being decoded."""
         self.names = {role.name for role in cast}
         """The actors known by name at both ends."""
         types: dict[Name, type] = {type_name(Terminated): Terminated}
@@ -61,32 +65,32 @@ class Packer:
                 types.update({**reachable([role.accepts]), **types})
         self._codec = Codec(types, self._to_index, lambda index, takes: self._find(int(index), takes))
 
-    def pack(self, message: object) -> Packed:
+    def encode(self, message: object) -> EncodedMessage:
         """Raises NotSendable, MessageTooLarge."""
-        self._addresses: list[Address[object]] = []
+        self._addresses = []
         name = type_name(type(message))
         body = self._codec.encode(message)
         if len(body) > self.bytes_max and not isinstance(message, Terminated):
             raise MessageTooLarge(f"{name} has {len(body)} bytes; {self.bytes_max} may cross")
         # What the other side could not read is the sender's mistake.
-        self.unpack(name, body, lambda index, _: self._addresses[index])
-        return Packed(message, name, body, self._addresses)
+        self.decode(name, body, lambda index, _: self._addresses[index])
+        return EncodedMessage(message, name, body, self._addresses)
 
-    def unpack(self, name: Name, body: bytes, find: Callable[[int, tuple[type, ...]], Address[object]]) -> object:
+    def decode(self, name: Name, body: bytes, find: Callable[[int, tuple[type, ...]], Recipient[object]]) -> object:
         """The message again; `find` gives the address of each index in it. Raises NotSendable."""
         self._find = find
         return self._codec.decode(name, body)
 
-    def _to_index(self, address: Address[object]) -> int:
+    def _to_index(self, address: Recipient[object]) -> int:
         self._addresses.append(address)
         return len(self._addresses) - 1
 
 
-_nobody: Final = Ref[object]("nobody", lambda _message: None)
+_DEAD_LETTERS: Final = Ref[object]("nobody", lambda _message: None)
 """An address that is no longer kept."""
 
 
-class Remote(Ref[object]):
+class RemoteRef(Ref[object]):
     """An address that the other side keeps for as long as this is alive."""
 
     __slots__ = ("_loop", "id", "wire")
@@ -102,29 +106,32 @@ class Remote(Ref[object]):
             self._loop.call_soon_threadsafe(self.wire.call, "forget", self.id)
 
 
-class Peer(Protocol):
-    """Who uses a wire; beside this, it has a method `hear_…` for each call from the other end."""
+class WireHandler(Protocol):
+    """Who uses a wire; beside this, it has a method `on_…` for each call from the other end."""
 
-    def told(self, to: AddressId, sender: str, message: object, /) -> None:
+    def on_message(self, to: AddressId, sender: str, message: object, /) -> None:
         """Something for somebody on this side."""
 
-    def failed(self, message_type: str, error: Exception, /) -> None:
+    def on_error(self, message_type: str, error: Exception, /) -> None:
         """What the other side said could not be understood, or not be handed on."""
 
-    def lost(self) -> None:
+    def on_disconnect(self) -> None:
         """The other side is gone."""
 
 
 class Wire(asyncio.Protocol):
     """One end. Sends and receives frames, and keeps the addresses that the other side holds."""
 
-    def __init__(self, packer: Packer, find: Callable[[str], Address[object] | None], peer: Peer) -> None:
-        self.packer = packer
+    def __init__(
+        self, encoder: MessageEncoder, find: Callable[[str], Recipient[object] | None], handler: WireHandler
+    ) -> None:
+        self.encoder = encoder
         self._find = find
-        self._peer = peer
+        self._handler = handler
         self._numbers = count()
-        self._kept: dict[int, Address[object]] = {}
+        self._exported: dict[int, Recipient[object]] = {}
         self._buffer = bytearray()
+        self._connection: socket.socket | None = None
         self._transport: asyncio.Transport | None = None
         self.over = asyncio.Event()
         """The connection is no more."""
@@ -141,34 +148,34 @@ class Wire(asyncio.Protocol):
 
     def call(self, what: str, *arguments: object) -> None:
         """Have the other end's user hear something."""
-        self.write(encoded(what, *arguments))
+        self.write(encode_frame(what, *arguments))
 
-    def say(self, to: AddressId, sender: str, packed: Packed) -> None:
+    def send(self, to: AddressId, sender: str, encoded: EncodedMessage) -> None:
         """Send a message to somebody at the other end."""
         if not self.over.is_set():
-            self.call("said", to, sender, packed.name, packed.body, [self._id(each) for each in packed.addresses])
+            self.call("said", to, sender, encoded.name, encoded.body, [self._id(each) for each in encoded.addresses])
 
     def tell(self, to: AddressId, takes: tuple[type, ...], message: object) -> None:
         """Tell an address at the other end. Raises NotAccepted, NotSendable."""
         if type(message) not in takes and object not in takes:
             who = to if isinstance(to, str) else "this address"
             raise NotAccepted(f"{who} does not accept {type(message).__qualname__}")
-        self.say(to, "", self.packer.pack(message))
+        self.send(to, "", self.encoder.encode(message))
 
-    def address(self, key: AddressId, takes: tuple[type, ...] = ()) -> Address[object]:
+    def address(self, key: AddressId, takes: tuple[type, ...] = ()) -> Recipient[object]:
         """What the other side means by this id."""
         if isinstance(key, str):
-            return self._find(key) or _nobody
-        return Remote(self, key, takes) if key >= 0 else self._kept.get(-1 - key, _nobody)
+            return self._find(key) or _DEAD_LETTERS
+        return RemoteRef(self, key, takes) if key >= 0 else self._exported.get(-1 - key, _DEAD_LETTERS)
 
-    def _id(self, address: Address[object]) -> AddressId:
+    def _id(self, address: Recipient[object]) -> AddressId:
         """A name; a number under which this side keeps the address; or, below zero, one that the other keeps."""
-        if isinstance(address, Remote) and address.wire is self:
+        if isinstance(address, RemoteRef) and address.wire is self:
             return -1 - address.id
-        if isinstance(address, Ref) and address.name in self.packer.names and self._find(address.name) is address:
+        if isinstance(address, Ref) and address.name in self.encoder.names and self._find(address.name) is address:
             return address.name
         number = next(self._numbers)
-        self._kept[number] = address
+        self._exported[number] = address
         return number
 
     async def finish(self) -> None:
@@ -190,8 +197,8 @@ class Wire(asyncio.Protocol):
         self._buffer += data
         while len(self._buffer) >= _LENGTH_BYTES and self._transport is not None and not self._transport.is_closing():
             end = _LENGTH_BYTES + int.from_bytes(self._buffer[:_LENGTH_BYTES], "big")
-            if end > self.packer.bytes_max + _EXTRA_BYTES:
-                self._peer.failed("", NotSendable("what came from the other side is no frame"))
+            if end > self.encoder.bytes_max + _EXTRA_BYTES:
+                self._handler.on_error("", NotSendable("what came from the other side is no frame"))
                 return
             if end > len(self._buffer):
                 return
@@ -205,21 +212,22 @@ class Wire(asyncio.Protocol):
             name, *arguments = msgspec.msgpack.decode(data)
             if name == "said":
                 to, sender, name, body, ids = arguments
-                message = self.packer.unpack(name, body, lambda index, takes: self.address(ids[index], takes))
-                self._peer.told(to, sender, message)
+                message = self.encoder.decode(name, body, lambda index, takes: self.address(ids[index], takes))
+                self._handler.on_message(to, sender, message)
             elif name == "forget":
-                self._kept.pop(arguments[0], None)
+                self._exported.pop(arguments[0], None)
             else:
-                getattr(self._peer, f"hear_{name}")(*arguments)
+                getattr(self._handler, f"on_{name}")(*arguments)
         except Exception as error:  # such as of whoever was told; at home it would have gone up to the sender
-            self._peer.failed(name, error)
+            self._handler.on_error(name, error)
 
     def eof_received(self) -> None:
         # Copies of the socket in processes forked from this one must not keep the other end waiting.
+        assert self._connection is not None, "what was received came over a connection"
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def connection_lost(self, _error: Exception | None) -> None:
-        self._kept.clear()
+        self._exported.clear()
         self.over.set()
-        self._peer.lost()
+        self._handler.on_disconnect()

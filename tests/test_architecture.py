@@ -47,20 +47,16 @@ LEVELS = (
 )
 """Modules and packages below `cuelight`, lowest first: each may import those before it, and none after it."""
 
-ABOVE_PLACEMENT = ("cuelight.kernel", "cuelight.kernel.system")
+ABOVE_PLACEMENT = ("cuelight.kernel", "cuelight.kernel.driver", "cuelight.kernel.elsewhere", "cuelight.kernel.system")
 """The modules of the kernel itself that may import its packages."""
 
 # Violations that there still are, one set for each rule. An entry that is no longer needed fails the test, too.
-KNOWN_IN_CIRCLES: Set[str] = {
-    "cuelight.kernel.elsewhere", "cuelight.kernel.placement", "cuelight.kernel.system",
-}  # fmt: skip
+KNOWN_IN_CIRCLES: Set[str] = set()
 KNOWN_PACKAGES_IN_CIRCLES: Set[str] = set()
 KNOWN_COMPONENTS_IN_CIRCLES: Set[str] = {"each_isa", "kv"}
-KNOWN_FLOORS: Set[str] = {"cuelight.kernel.elsewhere imports cuelight.kernel.placement.Engagement"}
+KNOWN_FLOORS: Set[str] = set()
 KNOWN_CLASS_NAMES: Set[str] = {
-    "Address", "Backend", "Bar", "Board", "Chat", "Conversation", "Deadlines", "Event", "History",
-    "Limits", "Memory", "Packed", "Plan", "Record", "Recovery", "Stage", "Stream",
-    "Streams", "Terminated", "Turn", "_Answer", "_Nobody",
+    "Backend", "Bar", "Board", "Chat", "Conversation", "Event", "Limits", "Memory", "Plan", "Recovery", "Stream", "Streams", "Terminated", "_Nobody",
 }  # fmt: skip
 KNOWN_LONG_FILES: Set[str] = {
     "test_engine.py", "test_executor_model.py", "test_intake_actor.py", "test_kernel.py", "test_kernel_journal.py",

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import children, options, percentile, report, sentences
-from benchmarks.stand_in import slow_ensemble
+from benchmarks.stand_in import slow_parts
 from cuelight import Engine
 from cuelight.errors import RequestRejected
 from cuelight.testing import crash
@@ -201,7 +201,7 @@ def _holdings() -> dict[str, int]:
 def _engine(arguments: argparse.Namespace, **shared: Any) -> Engine:
     if arguments.model:
         return Engine(arguments.model, **shared)
-    return Engine.from_ensemble("stand-in", partial(slow_ensemble, arguments.step_ms / 1e3), **shared)
+    return Engine.from_parts("stand-in", partial(slow_parts, arguments.step_ms / 1e3), **shared)
 
 
 async def soak(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from functools import partial
 
 from cuelight.actors.executor.stub import StubBatch, StubDevice
 from cuelight.config import EngineConfig
-from cuelight.ensemble import Ensemble
+from cuelight.ensemble import EngineParts
 from cuelight.messages.scheduler import StepDone
-from cuelight.testing import next_letter, stub_ensemble
+from cuelight.testing import next_letter, stub_parts
 
 
 class SlowDevice(StubDevice):
@@ -26,8 +26,8 @@ class SlowDevice(StubDevice):
         return done
 
 
-def slow_ensemble(step_seconds: float, config: EngineConfig) -> Ensemble[StubBatch]:
+def slow_parts(step_seconds: float, config: EngineConfig) -> EngineParts[StubBatch]:
     """What an engine around such a device is built from."""
-    stub = stub_ensemble(config)
+    stub = stub_parts(config)
     load = partial(SlowDevice, step_seconds, config.block_count or 1024, config.block_size)
-    return Ensemble(stub.facts, stub.encoder, stub.decode, load)
+    return EngineParts(stub.facts, stub.encoder, stub.decode, load)

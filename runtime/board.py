@@ -18,10 +18,10 @@ log = get_logger("cuelight.engine")
 
 
 @dataclass(frozen=True)
-class Alarms:
+class StatusCallbacks:
     """Whom the board calls, within an actor's handler."""
 
-    again_ready: Callable[[], object]
+    intake_restarted: Callable[[], object]
     """Intake is new, and knows of no request."""
     gave_up: Callable[[str], object]
     """The scheduler will serve nobody any more."""
@@ -31,14 +31,14 @@ class Alarms:
     """What came of it."""
 
 
-class Board:
+class StatusBoard:
     """The engine's own address: keeps the latest figures and wakes whoever waits for the start."""
 
-    def __init__(self, health: HealthRecord, alarms: Alarms) -> None:
+    def __init__(self, health: HealthRecord, callbacks: StatusCallbacks) -> None:
         self._figures = Figures()
         self.ready: asyncio.Future[observer.Ready] = asyncio.get_running_loop().create_future()
         self._health = health
-        self._alarms = alarms
+        self._callbacks = callbacks
         self._cleared = False
         self._loaded: observer.Loaded | None = None
 
@@ -54,7 +54,7 @@ class Board:
             case observer.Loading(phase):
                 self._health.loading(phase)
                 if not self.ready.done():  # later nobody waits for it
-                    self._alarms.phase(phase)
+                    self._callbacks.phase(phase)
             case observer.Loaded():
                 self._hear_loaded(message)
             case observer.LoadFailed(error):
@@ -73,7 +73,7 @@ class Board:
             case observer.GaveUp(reason):
                 self.fail(errors.ModelUnavailable(f"the executor does not come up: {reason}"))
                 if self.ready.exception() is None:
-                    self._alarms.gave_up(reason)
+                    self._callbacks.gave_up(reason)
             case _:
                 assert_never(message)
 
@@ -81,7 +81,7 @@ class Board:
         if not self.ready.done():
             self.ready.set_result(ready)
         elif self.ready.exception() is None:
-            self._alarms.again_ready()
+            self._callbacks.intake_restarted()
 
     def _hear_loaded(self, loaded: observer.Loaded) -> None:
         if loaded == self._loaded:  # told again by a new scheduler
@@ -91,7 +91,7 @@ class Board:
         log.info("executor_ready", seconds=round(loaded.seconds, 3), **phase_facts(loaded.phases))
         if not self.ready.done():
             spent = ", ".join([f"{name} {seconds:.1f} s" for name, seconds in loaded.phases])
-            self._alarms.note(f"loaded the model in {loaded.seconds:.1f} s" + (f": {spent}" if spent else ""))
+            self._callbacks.note(f"loaded the model in {loaded.seconds:.1f} s" + (f": {spent}" if spent else ""))
 
     def life_over(self, actor: str) -> None:
         """The next life of this actor counts from nothing."""

@@ -21,7 +21,7 @@ from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from cuelight.errors import EngineUnavailable, RequestFailed, RequestRejected
-from cuelight.wakeful import wakeful
+from cuelight.wakeful import interruptible_by_signals
 
 E = TypeVar("E")
 
@@ -37,19 +37,19 @@ class Piece(Protocol):
     def text(self) -> str: ...
 
 
-class Conversation(Protocol):
+class TerminalChat(Protocol):
     """What remembers the turns so far; leaving the iteration early ends the answer."""
 
     def say(self, text: str, /) -> AsyncIterable[Piece]: ...
 
 
-class Terminated(BaseException):
+class TerminationRequested(BaseException):
     """The program was told to terminate a second time, or while nothing was being answered."""
 
 
 def converse(
     opening: AbstractAsyncContextManager[E],
-    new_chat: Callable[[E], Conversation],
+    new_chat: Callable[[E], TerminalChat],
     drain: Callable[[E], Awaitable[object]],
     question: str | None,
 ) -> None:
@@ -57,8 +57,8 @@ def converse(
 
     SIGTERM drains: the answer that is streaming is finished, as far as `drain` lets it, and no other is begun.
 
-    Raises `EngineError`, `KeyboardInterrupt`, `BrokenPipeError` and, at a second SIGTERM, `Terminated`, each once the
-    engine is closed.
+    Raises `EngineError`, `KeyboardInterrupt`, `BrokenPipeError` and, at a second SIGTERM, `TerminationRequested`, each
+    once the engine is closed.
     """
     options = {"use_uvloop": importlib.util.find_spec("uvloop") is not None}
     with (
@@ -79,7 +79,7 @@ class Terminal:
     def __init__(
         self,
         portal: BlockingPortal,
-        new_chat: Callable[[], Conversation],
+        new_chat: Callable[[], TerminalChat],
         drain: Callable[[], Awaitable[object]],
     ) -> None:
         self._portal = portal
@@ -98,7 +98,7 @@ class Terminal:
             return
         before = signal.signal(signal.SIGTERM, self._terminate)
         try:
-            with wakeful():
+            with interruptible_by_signals():
                 yield
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -107,11 +107,11 @@ class Terminal:
         """On the main thread, in the middle of anything."""
         if self._is_leaving or not self._is_answering:
             self._is_leaving = True
-            raise Terminated
+            raise TerminationRequested
         self._is_leaving = True
 
     def answer(self, question: str) -> None:
-        """Stream one answer. Ctrl-C, or `Terminated`, cancels it and is raised once the request has really ended."""
+        """Stream one answer. Ctrl-C, or `TerminationRequested`, cancels it and is raised once the request has ended."""
         scope = self._portal.call(CancelScope)
         future: Future[None] | None = None
         try:
@@ -122,7 +122,7 @@ class Terminal:
                 if self._is_leaving and self._draining is None:
                     self._draining = self._portal.start_task_soon(self._drain)
             future.result()
-        except (KeyboardInterrupt, Terminated):
+        except (KeyboardInterrupt, TerminationRequested):
             self._portal.call(scope.cancel)
             if future is not None:
                 future.result()
@@ -167,6 +167,6 @@ class Terminal:
         """The next line without its blanks; None at the end of input, and where there is to be no other answer."""
         try:
             return input("you> ").strip()
-        except (EOFError, Terminated):
+        except (EOFError, TerminationRequested):
             sys.stdout.write("\n")
             return None

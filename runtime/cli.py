@@ -115,10 +115,10 @@ def _chat(arguments: argparse.Namespace) -> int:
     question = _question(arguments.prompt)
     folder = model_path(arguments.model, progress=True)
 
-    from cuelight.chat import Conversation, Terminated, converse
+    from cuelight.chat import TerminalChat, TerminationRequested, converse
     from cuelight.engine import Engine
 
-    def new_chat(engine: Engine) -> Conversation:
+    def new_chat(engine: Engine) -> TerminalChat:
         return engine.chat(
             system=arguments.system,
             max_tokens=arguments.max_tokens,
@@ -128,7 +128,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
     try:
         converse(Engine(folder), new_chat, lambda engine: engine.drain(arguments.drain_seconds), question)
-    except Terminated:
+    except TerminationRequested:
         return 143
     return 0
 

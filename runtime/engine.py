@@ -19,7 +19,7 @@ from cuelight.client import Result, Stream
 from cuelight.config import EngineConfig, EngineOptions, RequestOptions, check_policy, shown
 from cuelight.conversation import Chat
 from cuelight.drain import check_timeout
-from cuelight.ensemble import Ensemble
+from cuelight.ensemble import EngineParts
 from cuelight.figures import NO_STATS, EngineStats
 from cuelight.health import Health
 from cuelight.kernel import ActorStopped, AskTimeout, System, ask
@@ -66,11 +66,11 @@ class Engine:
         self._lifecycle = Lifecycle(str(model), config, loader, Progress(progress), self._availability)
 
     @classmethod
-    def from_ensemble(
+    def from_parts(
         cls,
         name: str,
-        load: Callable[[EngineConfig], Ensemble[B]],
-        load_next: Callable[[str, EngineConfig], Ensemble[B]] | None = None,
+        load: Callable[[EngineConfig], EngineParts[B]],
+        load_next: Callable[[str, EngineConfig], EngineParts[B]] | None = None,
         **options: Unpack[EngineOptions],
     ) -> Self:
         """Return an engine over the parts that `load` returns in place of a model's folder; it is called on a thread.

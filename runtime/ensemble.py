@@ -58,7 +58,7 @@ shorter leaves room for prefixes; the memory that a process may grow to is then 
 
 
 @dataclass(frozen=True)
-class Ensemble(Generic[B]):
+class EngineParts(Generic[B]):
     """All that is loaded before the cast starts; the executor loads the weights itself, on its own thread or process.
 
     For a process `load_device` must be a function that it can import, or a `functools.partial` of one.
@@ -73,7 +73,7 @@ class Ensemble(Generic[B]):
     """Outlives executors, until it is given back."""
 
 
-def load_parts(folder: Path, config: EngineConfig) -> Ensemble[Batch]:
+def load_parts(folder: Path, config: EngineConfig) -> EngineParts[Batch]:
     """Read the model folder's facts and tokenizer. Blocks. Raises ModelUnavailable."""
     facts = read_facts(folder)
 
@@ -82,7 +82,7 @@ def load_parts(folder: Path, config: EngineConfig) -> Ensemble[Batch]:
     except Exception as error:  # transformers raises whatever the files make it stumble over
         raise ModelUnavailable(f"the tokenizer in {folder} cannot be loaded: {error}") from error
     load = partial(load_model, load_options(folder, config, facts))
-    return Ensemble(facts, encoder, decode, load, lasting_memory(config))
+    return EngineParts(facts, encoder, decode, load, lasting_memory(config))
 
 
 def load_options(folder: Path, config: EngineConfig, facts: ModelFacts) -> LoadOptions:
@@ -210,15 +210,15 @@ def roles(config: EngineConfig) -> Roles:
 
 
 def actor_specs(
-    ensemble: Ensemble[B],
+    parts: EngineParts[B],
     config: EngineConfig,
     cast: Roles,
     observer: Address[ObserverMessage],
     lead: Lead,
 ) -> tuple[ActorSpec[Never], ...]:
     """The five parts. `lead` is what changes when another model takes over."""
-    facts = ensemble.facts
-    lead.eos_token_ids, lead.lasting = frozenset(facts.eos_token_ids), ensemble.lasting
+    facts = parts.facts
+    lead.eos_token_ids, lead.lasting = frozenset(facts.eos_token_ids), parts.lasting
     longest = context_length(facts, config)
     intake_limits = Limits(facts.vocab_size, longest, config.queue_limit, config.tenants, config.isolate_tenants)
     token_budget = step_tokens(config)
@@ -236,12 +236,10 @@ def actor_specs(
     return (
         ActorSpec(
             cast.detokenizer,
-            lambda context: Detokenizer(
-                context, ensemble.decode, context.find(cast.scheduler), context.find(cast.intake)
-            ),
+            lambda context: Detokenizer(context, parts.decode, context.find(cast.scheduler), context.find(cast.intake)),
             RESTART_POLICY,
         ),
-        executor_spec(ensemble.load_device, ensemble.lasting, config, cast.executor, cast.scheduler),
+        executor_spec(parts.load_device, parts.lasting, config, cast.executor, cast.scheduler),
         ActorSpec(cast.cache, lambda _: CacheManager(observer, config.watermark_fraction), RESTART_POLICY),
         ActorSpec(
             cast.scheduler,
@@ -268,7 +266,7 @@ def actor_specs(
             cast.intake,
             lambda context: Intake(
                 context,
-                ensemble.encoder,
+                parts.encoder,
                 intake_limits,
                 context.find(cast.scheduler),
                 context.find(cast.detokenizer),

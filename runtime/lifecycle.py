@@ -15,7 +15,7 @@ from cuelight import errors
 from cuelight.actors.executor.phases import Phases
 from cuelight.actors.scheduler.patience import REPORT_SECONDS
 from cuelight.availability import Availability, broken, closed
-from cuelight.board import Alarms, Board
+from cuelight.board import StatusBoard, StatusCallbacks
 from cuelight.config import EngineConfig
 from cuelight.drain import Drain
 from cuelight.ensemble import Lead, Roles, lives_in_process, roles
@@ -25,11 +25,11 @@ from cuelight.kernel.journal import Journal
 from cuelight.loaders import ModelLoader
 from cuelight.open_requests import OpenRequests
 from cuelight.origin import Origin
-from cuelight.past import Past
+from cuelight.past import RestoredState
 from cuelight.progress import Progress
-from cuelight.record import Record, begin
+from cuelight.record import RotatingJournal, begin
 from cuelight.reload import LINGER_SECONDS, Models, ReloadTarget
-from cuelight.submissions import Submissions
+from cuelight.submissions import RequestRouter
 from cuelight.threads import in_thread
 
 log = get_logger("cuelight.engine")
@@ -44,10 +44,10 @@ class RunningEngine:
 
     roles: Roles
     system: System
-    board: Board
+    board: StatusBoard
     models: Models
-    requests: Submissions
-    journal: Journal | Record | None
+    requests: RequestRouter
+    journal: Journal | RotatingJournal | None
 
 
 class Lifecycle:
@@ -90,7 +90,9 @@ class Lifecycle:
     async def _start(self, phases: Phases) -> None:
         self.health.loading("find model")
         with phases("find model"):
-            board = Board(self.health, Alarms(self._resend, self._gave_up, self._progress.phase, self._progress.note))
+            board = StatusBoard(
+                self.health, StatusCallbacks(self._resend, self._gave_up, self._progress.phase, self._progress.note)
+            )
             cast = roles(self._config)
             lead = Lead(cast.executor)
             origin, specs = await in_thread(partial(self._find, cast, board, lead))
@@ -108,15 +110,21 @@ class Lifecycle:
         self._open(running, past)
         log.info("engine_ready", model=self._name, token_capacity=ready.token_capacity, **phases.facts())
 
-    def _find(self, cast: Roles, board: Board, lead: Lead) -> tuple[Origin, tuple[ActorSpec[Never], ...]]:
+    def _find(self, cast: Roles, board: StatusBoard, lead: Lead) -> tuple[Origin, tuple[ActorSpec[Never], ...]]:
         """Find the model and the actors that serve it. Blocks."""
         found = self._loader.find(self._config)
         return found.origin, found.build_actors(self._config, cast, board, lead)
 
     def _put_together(
-        self, cast: Roles, system: System, board: Board, lead: Lead, origin: Origin, journal: Journal | Record | None
+        self,
+        cast: Roles,
+        system: System,
+        board: StatusBoard,
+        lead: Lead,
+        origin: Origin,
+        journal: Journal | RotatingJournal | None,
     ) -> RunningEngine:
-        requests = Submissions(self._config, self.open_requests, self._availability, system, cast.intake, self._flush)
+        requests = RequestRouter(self._config, self.open_requests, self._availability, system, cast.intake, self._flush)
         models = Models(ReloadTarget(system, cast, lead), origin, self._loader, self._switched)
         return RunningEngine(cast, system, board, models, requests, journal)
 
@@ -139,14 +147,14 @@ class Lifecycle:
         finally:
             reminder.cancel()
 
-    async def _begin_journal(self, origin: Origin) -> tuple[Journal | Record | None, Past | None]:
+    async def _begin_journal(self, origin: Origin) -> tuple[Journal | RotatingJournal | None, RestoredState | None]:
         """Open the journal, if there is to be one, and read what an earlier process has left in it."""
         if self._config.journal is None:
             return None, None
         work = partial(begin, origin, asyncio.get_running_loop().time, self.open_requests.unfinished)
         return await in_thread(work, too_late=_close_begun)
 
-    def _make_system(self, specs: tuple[ActorSpec[Never], ...], journal: Journal | Record | None) -> System:
+    def _make_system(self, specs: tuple[ActorSpec[Never], ...], journal: Journal | RotatingJournal | None) -> System:
         return System(
             specs,
             chance=random.Random(self._config.seed),
@@ -168,9 +176,9 @@ class Lifecycle:
         except ActorCrashed as crash:
             raise broken(crash) from crash
 
-    def _open(self, running: RunningEngine, past: Past | None) -> None:
+    def _open(self, running: RunningEngine, past: RestoredState | None) -> None:
         """Serve, first of all the requests that an earlier process had not finished."""
-        if isinstance(running.journal, Record):
+        if isinstance(running.journal, RotatingJournal):
             running.journal.settle()
         if past is not None:
             running.requests.go_on(past)
@@ -208,7 +216,7 @@ class Lifecycle:
     def _switched(self, origin: Origin) -> None:
         """Record that another model serves."""
         self._name = origin.name
-        if self.running is not None and isinstance(self.running.journal, Record):
+        if self.running is not None and isinstance(self.running.journal, RotatingJournal):
             self.running.journal.taken_over(origin)
 
     def _resend(self) -> None:
@@ -247,7 +255,7 @@ class Lifecycle:
 
     def _flush(self) -> None:
         """If this process is killed, the next one must know all that a client has been given."""
-        if self.running is not None and isinstance(self.running.journal, Record):
+        if self.running is not None and isinstance(self.running.journal, RotatingJournal):
             self.running.journal.flush()
 
     def _close_journal(self) -> None:
@@ -270,7 +278,7 @@ class Lifecycle:
             self.running.models.end(reason)
 
 
-def _close_begun(begun: tuple[Journal | Record | None, Past | None]) -> None:
+def _close_begun(begun: tuple[Journal | RotatingJournal | None, RestoredState | None]) -> None:
     """The start was given up meanwhile, and nobody records."""
     if begun[0] is not None:
         begun[0].close()

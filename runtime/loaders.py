@@ -13,7 +13,7 @@ from cuelight.actors.executor.building import load_model
 from cuelight.actors.executor.lasting import LastingMemory
 from cuelight.config import EngineConfig, read_facts
 from cuelight.ensemble import (
-    Ensemble,
+    EngineParts,
     Lead,
     Roles,
     actor_specs,
@@ -92,8 +92,8 @@ class PartsLoader(Generic[B]):
     def __init__(
         self,
         name: str,
-        load: Callable[[EngineConfig], Ensemble[B]],
-        load_next: Callable[[str, EngineConfig], Ensemble[B]] | None = None,
+        load: Callable[[EngineConfig], EngineParts[B]],
+        load_next: Callable[[str, EngineConfig], EngineParts[B]] | None = None,
     ) -> None:
         self._name = name
         self._load = load

@@ -48,7 +48,7 @@ def _snapshot(name: str, progress: Progress, local: bool) -> Path:
     from huggingface_hub import snapshot_download
     from tqdm import tqdm
 
-    class Bar(tqdm):  # type: ignore[type-arg, misc, unused-ignore]  # tqdm's types, where installed, are generic
+    class HubBar(tqdm):  # type: ignore[type-arg, misc, unused-ignore]  # tqdm's types, where installed, are generic
         monitor_interval = 0
 
         def __init__(self, *args: object, **options: object) -> None:
@@ -63,7 +63,7 @@ def _snapshot(name: str, progress: Progress, local: bool) -> Path:
             allow_patterns=list(wanted),
             ignore_patterns=list(unwanted),
             local_files_only=local,
-            tqdm_class=Bar,
+            tqdm_class=HubBar,
         )
     )
 

@@ -15,7 +15,7 @@ from cuelight.messages.detokenizer import Histories
 from cuelight.messages.intake import Cancel, IntakeMessage, ResendComplete, SetTenants, Streams, Submit
 from cuelight.messages.request import FinishReason, RequestId
 from cuelight.messages.scheduler import RestoreState, SetPolicy
-from cuelight.past import Carried
+from cuelight.past import RestoredRequest
 
 _RECOLLECTIONS = (RestoreState, Histories, Streams)
 """From these a new actor begins: all that lives is in them, so what had brought it down is met again there."""
@@ -54,11 +54,11 @@ class OpenRequests:
         request_id, self.next_id = RequestId(self.next_id), self.next_id + 1
         return request_id
 
-    def unfinished(self, now: float) -> tuple[int, tuple[Carried, ...]]:
+    def unfinished(self, now: float) -> tuple[int, tuple[RestoredRequest, ...]]:
         """Return what another process needs: the next id, and the requests that live or have just ended."""
         recent = [each for each in self._ended if now - (each[1].ended_at or now) <= self._recent_seconds]
-        over = [_carried(*each, now) for each in recent]
-        live = [_carried(submit, self._inboxes[request_id], now) for request_id, submit in self._submits.items()]
+        over = [_restored(*each, now) for each in recent]
+        live = [_restored(submit, self._inboxes[request_id], now) for request_id, submit in self._submits.items()]
         return self.next_id, (*over, *(each for each in live if not self._inboxes[each.request_id].over))
 
     def order(self, order: SetTenants | SetPolicy) -> None:
@@ -97,8 +97,8 @@ class OpenRequests:
         return len(self._inboxes)
 
 
-def _carried(submit: Submit, inbox: Inbox, now: float) -> Carried:
-    return Carried(
+def _restored(submit: Submit, inbox: Inbox, now: float) -> RestoredRequest:
+    return RestoredRequest(
         submit.request_id,
         submit.prompt,
         submit.sampling,

@@ -40,7 +40,7 @@ _WORK: Final = type_name(ExecuteStep)
 _TYPES: Final[dict[Name, type]] = {type_name(kind): kind for kind in _RECEIVERS}
 
 
-class Carried(msgspec.Struct, frozen=True):
+class RestoredRequest(msgspec.Struct, frozen=True):
     """A request that is to go on: as it was submitted, and its output so far. `seconds_ago` it was submitted."""
 
     request_id: RequestId
@@ -67,17 +67,17 @@ class Header(msgspec.Struct):
     next_id: int = 1
     written_at: float = 0.0
     clock: float = 0.0
-    carried: tuple[Carried, ...] = ()
+    restored: tuple[RestoredRequest, ...] = ()
 
 
 @dataclass(frozen=True)
-class Past:
+class RestoredState:
     """What is known of an earlier process. Its model may have been another one at the end than at its start."""
 
     header: Header
     model: str
     next_id: int
-    requests: tuple[Carried, ...]
+    requests: tuple[RestoredRequest, ...]
     """By id. Those that are over ended within the last seconds."""
 
 
@@ -92,7 +92,7 @@ class _Life:
     ended_at: float | None = None
 
 
-def read_past(path: Path, *, time_of_day: float, recent_seconds: float) -> Past:
+def read_state(path: Path, *, time_of_day: float, recent_seconds: float) -> RestoredState:
     """The past of a journal, up to its last whole record.
 
     A request that ended within `recent_seconds` of that is among the others: its client may have missed the end.
@@ -109,20 +109,20 @@ def read_past(path: Path, *, time_of_day: float, recent_seconds: float) -> Past:
 class _Reading:
     def __init__(self, header: Header) -> None:
         self._header = header
-        self._codec = Codec(_TYPES, _no_id, lambda *_: _NOBODY)
+        self._codec = Codec(_TYPES, _no_id, lambda *_: _NO_CLIENT)
         self._lives: dict[RequestId, _Life] = {}
         self._next_id = header.next_id
         self._model = header.model
         self._models: dict[str, str] = {}
         """Of executors that may take over, by their names."""
         self._now = header.clock
-        for carried in header.carried:
-            submit = Submit(carried.request_id, carried.prompt, carried.sampling, _NOBODY, carried.service)
-            life = _Life(submit, header.clock - carried.seconds_ago, carried.is_accepted, list(carried.output))
-            life.ended_at = header.clock if carried.is_over else None
-            self._lives[carried.request_id] = life
+        for restored in header.restored:
+            submit = Submit(restored.request_id, restored.prompt, restored.sampling, _NO_CLIENT, restored.service)
+            life = _Life(submit, header.clock - restored.seconds_ago, restored.is_accepted, list(restored.output))
+            life.ended_at = header.clock if restored.is_over else None
+            self._lives[restored.request_id] = life
 
-    def read(self, journal: JournalReader, time_of_day: float, recent_seconds: float) -> Past:
+    def read(self, journal: JournalReader, time_of_day: float, recent_seconds: float) -> RestoredState:
         for record in journal:
             self._now = record.seconds
             if isinstance(record, Recorded):
@@ -130,7 +130,7 @@ class _Reading:
         # What has passed since the last record, in which nobody lived, counts for deadlines too.
         asleep = max(0.0, time_of_day - self._header.written_at - (self._now - self._header.clock))
         requests = [
-            Carried(
+            RestoredRequest(
                 request_id,
                 life.submit.prompt,
                 life.submit.sampling,
@@ -142,7 +142,7 @@ class _Reading:
             for request_id, life in sorted(self._lives.items())
             if life.is_accepted and (life.ended_at is None or self._now - life.ended_at <= recent_seconds)
         ]
-        return Past(self._header, self._model, self._next_id, tuple(requests))
+        return RestoredState(self._header, self._model, self._next_id, tuple(requests))
 
     def _hear(self, record: Recorded) -> None:
         if record.type_name == _WORK and record.actor in self._models:
@@ -199,14 +199,14 @@ class _Reading:
             del self._lives[ended.request_id]
 
 
-class _Nobody:
+class _NoClient:
     """Stands for the clients of a process that is no more."""
 
     def tell(self, message: object, /) -> None:
         raise AssertionError("nobody tells them anything")
 
 
-_NOBODY: Final = _Nobody()
+_NO_CLIENT: Final = _NoClient()
 
 
 def _no_id(_: object) -> AddressId:

@@ -21,7 +21,7 @@ from cuelight.errors import ConfigError, WrongJournal
 from cuelight.kernel import Event, JournalError, get_logger
 from cuelight.kernel.journal import Journal
 from cuelight.origin import Origin, about
-from cuelight.past import Carried, Header, Past, read_past
+from cuelight.past import Header, RestoredRequest, RestoredState, read_state
 
 if sys.platform != "win32":
     import fcntl
@@ -29,13 +29,13 @@ if sys.platform != "win32":
 BYTES_MAX: Final = 64 * 1024**2
 """A journal that is to be gone on from is begun anew when it is longer, or twice as long as its header."""
 
-Unfinished: TypeAlias = Callable[[float], tuple[int, tuple[Carried, ...]]]
+Unfinished: TypeAlias = Callable[[float], tuple[int, tuple[RestoredRequest, ...]]]
 """The next request's id and all requests that have not ended, at a time of the loop's clock."""
 
 log = get_logger("cuelight.engine")
 
 
-class Record:
+class RotatingJournal:
     """The tap of an engine that its next process may go on from.
 
     Of a file that has become too long only what has not ended is kept, in the header of the one that replaces it.
@@ -74,9 +74,9 @@ class Record:
         if before.error is not None or before.is_closed:
             return
         now = self._clock()
-        next_id, carried = self._unfinished(now)
+        next_id, restored = self._unfinished(now)
         try:
-            self._journal = _replacing(before.path, self._origin, now, next_id, carried)
+            self._journal = _replacing(before.path, self._origin, now, next_id, restored)
         except JournalError as error:
             log.warning("journal_not_begun_anew", path=str(before.path), error=str(error))
         else:
@@ -95,7 +95,7 @@ class Record:
 
 def begin(
     origin: Origin, clock: Callable[[], float], unfinished: Unfinished
-) -> tuple[Journal | Record | None, Past | None]:
+) -> tuple[Journal | RotatingJournal | None, RestoredState | None]:
     """The journal that the configuration asks for, and what it was told by an earlier process, if it is to go on.
 
     Blocks.
@@ -115,16 +115,16 @@ def begin(
             if is_there:
                 past = _checked(path, origin)
                 journal = _replacing(path, origin, clock(), past.next_id, past.requests)
-                return Record(journal, origin, clock, unfinished), past
+                return RotatingJournal(journal, origin, clock, unfinished), past
         journal = Journal(path, about=_header(origin, clock(), 1, ()))
-        return Record(journal, origin, clock, unfinished), None
+        return RotatingJournal(journal, origin, clock, unfinished), None
     except JournalError as error:
         raise ConfigError(str(error)) from error
 
 
-def _checked(path: Path, origin: Origin) -> Past:
+def _checked(path: Path, origin: Origin) -> RestoredState:
     config = origin.config
-    past = read_past(path, time_of_day=time.time(), recent_seconds=config.resume_seconds)
+    past = read_state(path, time_of_day=time.time(), recent_seconds=config.resume_seconds)
     mine = origin.fingerprint
     unfinished = [each for each in past.requests if not each.is_over]
     if past.model != mine.model and not unfinished:
@@ -144,7 +144,7 @@ def _checked(path: Path, origin: Origin) -> Past:
     return replace(past, next_id=next_id, requests=tuple(each for each in past.requests if each.request_id in kept))
 
 
-def _header(origin: Origin, clock: float, next_id: int, carried: tuple[Carried, ...]) -> dict[str, object]:
+def _header(origin: Origin, clock: float, next_id: int, restored: tuple[RestoredRequest, ...]) -> dict[str, object]:
     header = Header(
         name=origin.name,
         tokenizer=origin.fingerprint.tokenizer,
@@ -152,19 +152,21 @@ def _header(origin: Origin, clock: float, next_id: int, carried: tuple[Carried, 
         next_id=next_id,
         written_at=time.time(),
         clock=clock,
-        carried=carried,
+        restored=restored,
     )
     fields: dict[str, object] = msgspec.to_builtins(header)
     return about(origin) | fields
 
 
-def _replacing(path: Path, origin: Origin, clock: float, next_id: int, carried: tuple[Carried, ...]) -> Journal:
+def _replacing(
+    path: Path, origin: Origin, clock: float, next_id: int, restored: tuple[RestoredRequest, ...]
+) -> Journal:
     """A new journal with these requests in its header, in place of the one at `path`. Raises JournalError."""
     beside = path.with_name(f"{path.name}.new")
     try:
         beside.unlink(missing_ok=True)  # of a process that was killed just here
         try:
-            journal = Journal(beside, about=_header(origin, clock, next_id, carried))
+            journal = Journal(beside, about=_header(origin, clock, next_id, restored))
         except JournalError:
             beside.unlink(missing_ok=True)
             raise

@@ -11,7 +11,7 @@ from cuelight.actors.executor.actor import ExecutorInbox
 from cuelight.actors.executor.device import Device
 from cuelight.actors.intake.actor import IntakeInbox
 from cuelight.actors.scheduler.actor import SchedulerInbox
-from cuelight.ensemble import Ensemble, Lead, actor_specs, load_parts, roles
+from cuelight.ensemble import EngineParts, Lead, actor_specs, load_parts, roles
 from cuelight.errors import ConfigError
 from cuelight.kernel import JournalError
 from cuelight.kernel.records import read_journal
@@ -20,7 +20,7 @@ from cuelight.kernel.replay import replay as replay_part
 from cuelight.messages.observer import ObserverMessage
 from cuelight.messages.request import Prompt
 from cuelight.origin import Origin, read_origin
-from cuelight.stub_model import STUB_NAME, stub_ensemble
+from cuelight.stub_model import STUB_NAME, stub_parts
 
 SHOWN_CHARS: Final = 400
 """Of a message that differs, so much is shown."""
@@ -48,25 +48,25 @@ def _replay(path: str, actor: str) -> Replay:
     names = asdict(cast)
     if actor not in names:
         raise JournalError(f"an engine has no actor {actor!r}: it has {', '.join(names)}")
-    parts = actor_specs(_ensemble(origin, actor), origin.config, cast, _Nobody(), Lead(cast.executor))
+    parts = actor_specs(_parts(origin, actor), origin.config, cast, _NoObserver(), Lead(cast.executor))
     part = next(part for part in parts if part.role.name == actor)
     return replay_part(journal, part, (IntakeInbox, ExecutorInbox, SchedulerInbox), [each.role for each in parts])
 
 
-def _ensemble(origin: Origin, actor: str) -> Ensemble[None]:
+def _parts(origin: Origin, actor: str) -> EngineParts[None]:
     """What the actor is built from: a tokenizer only for those who use it, and never a device."""
     absent = _Absent()
     if actor not in ("intake", "detokenizer"):
-        return Ensemble(origin.facts, absent, absent.decode, absent.load_device)
+        return EngineParts(origin.facts, absent, absent.decode, absent.load_device)
     if origin.folder is not None:
         if not origin.folder.is_dir():
             raise ConfigError(f"{actor} needs the model's tokenizer, and its folder {origin.folder} is gone")
         found = load_parts(origin.folder, origin.config)
-        return Ensemble(origin.facts, found.encoder, found.decode, absent.load_device)
+        return EngineParts(origin.facts, found.encoder, found.decode, absent.load_device)
     if origin.name != STUB_NAME:
         raise ConfigError(f"{actor} needs a tokenizer, and {origin.name!r} was an engine without a model's folder")
-    stub = stub_ensemble(origin.config)
-    return Ensemble(origin.facts, stub.encoder, stub.decode, absent.load_device)
+    stub = stub_parts(origin.config)
+    return EngineParts(origin.facts, stub.encoder, stub.decode, absent.load_device)
 
 
 class _Absent:
@@ -82,7 +82,7 @@ class _Absent:
         raise AssertionError("a replay has no device")
 
 
-class _Nobody:
+class _NoObserver:
     """Stands for whoever opened the engine."""
 
     def tell(self, message: ObserverMessage, /) -> None:

@@ -12,23 +12,23 @@ from cuelight.client import Inbox
 from cuelight.config import shown
 from cuelight.messages.intake import Submit
 from cuelight.messages.request import RequestId, Service
-from cuelight.past import Carried
+from cuelight.past import RestoredRequest
 
 LATE_SECONDS: Final = 0.001
 """What is left to a request whose deadline passed while nobody lived: enough to be told so."""
 
 
-class Unclaimed:
+class UnclaimedRequests:
     """Those that nobody has picked up yet, running or over."""
 
     def __init__(self, cancel: Callable[[RequestId], None]) -> None:
         self._cancel = cancel
-        self._waiting: dict[RequestId, tuple[Inbox, Carried]] = {}
+        self._waiting: dict[RequestId, tuple[Inbox, RestoredRequest]] = {}
         self._taken: set[RequestId] = set()
 
-    def add(self, inbox: Inbox, carried: Carried) -> None:
+    def add(self, inbox: Inbox, restored: RestoredRequest) -> None:
         """It goes on, for whoever asks for it."""
-        self._waiting[carried.request_id] = inbox, carried
+        self._waiting[restored.request_id] = inbox, restored
 
     @property
     def request_ids(self) -> tuple[RequestId, ...]:
@@ -41,10 +41,10 @@ class Unclaimed:
             raise errors.RequestTaken(f"request {request_id} has been picked up already")
         if request_id not in self._waiting:
             raise errors.UnknownRequest(f"no request {shown(request_id)} waits to be picked up")
-        inbox, carried = self._waiting[request_id]
-        if carried.service.tenant != tenant:
+        inbox, restored = self._waiting[request_id]
+        if restored.service.tenant != tenant:
             raise errors.WrongTenant(f"request {request_id} is not one of tenant {shown(tenant)}")
-        known = max(len(inbox.token_ids), len(carried.output))
+        known = max(len(inbox.token_ids), len(restored.output))
         if position > known:
             raise errors.BadPosition(
                 f"request {request_id} has come to {known} tokens, and not to {shown(position)} yet"
@@ -62,21 +62,21 @@ class Unclaimed:
                 self._cancel(request_id)
 
 
-def submission(carried: Carried, inbox: Inbox) -> Submit:
+def submission(restored: RestoredRequest, inbox: Inbox) -> Submit:
     """The same request once more, with what is left of its time."""
-    service, gone = carried.service, carried.seconds_ago
-    queue_seconds = None if carried.output else _left(service.queue_seconds, gone)
+    service, gone = restored.service, restored.seconds_ago
+    queue_seconds = None if restored.output else _left(service.queue_seconds, gone)
     service = msgspec.structs.replace(
         service, queue_seconds=queue_seconds, deadline_seconds=_left(service.deadline_seconds, gone)
     )
     return Submit(
-        carried.request_id,
-        carried.prompt,
-        carried.sampling,
+        restored.request_id,
+        restored.prompt,
+        restored.sampling,
         inbox,
-        service if not carried.is_over else Service(service.tenant, cache_salt=service.cache_salt),
+        service if not restored.is_over else Service(service.tenant, cache_salt=service.cache_salt),
         is_accepted=True,
-        output=carried.output,
+        output=restored.output,
     )
 
 

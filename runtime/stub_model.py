@@ -13,7 +13,7 @@ from cuelight.actors.executor.stub import StubBatch, StubDevice, next_letter, st
 from cuelight.actors.intake.prompts import check_text
 from cuelight.actors.intake.refusal import Refused
 from cuelight.config import EngineConfig, ModelFacts
-from cuelight.ensemble import Ensemble
+from cuelight.ensemble import EngineParts
 from cuelight.messages.request import Conversation, Prompt, Refusal
 
 STUB_NAME: Final = "stub"
@@ -53,13 +53,13 @@ class StubEncoder:
         return encode(prompt)
 
 
-def stub_ensemble(
+def stub_parts(
     config: EngineConfig, next_token: Callable[[Sequence[int]], int] | None = None
-) -> Ensemble[StubBatch]:
+) -> EngineParts[StubBatch]:
     """What the stub engine's actors are built from."""
     block_count = config.block_count or BLOCK_COUNT_DEFAULT
     host = stub_host(config.host_block_count)
-    return Ensemble(
+    return EngineParts(
         facts=ModelFacts(vocab_size=END_TOKEN + 1, context_length=CONTEXT_LENGTH, eos_token_ids=(END_TOKEN,)),
         encoder=StubEncoder(),
         decode=decode,

@@ -26,9 +26,9 @@ from cuelight.messages.intake import Cancel, IntakeMessage, Submit
 from cuelight.messages.request import Prompt, RequestId, Sampling, Service
 from cuelight.messages.scheduler import FailRequest
 from cuelight.open_requests import OpenRequests, Suspicion
-from cuelight.past import Past
+from cuelight.past import RestoredState
 from cuelight.progress import counting_bar
-from cuelight.resume import Unclaimed, submission
+from cuelight.resume import UnclaimedRequests, submission
 
 log = get_logger("cuelight.engine")
 
@@ -38,7 +38,7 @@ TURN_SECONDS = 0.005
 """Reading many prompts keeps the loop from others for no longer, but for the prompt that it is at then."""
 
 
-class Submissions:
+class RequestRouter:
     """The client library's side of every request of one engine."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Submissions:
         self._batches = 0
         self._leaving = DepartureRate()
         self._suspicion = Suspicion()
-        self._unclaimed = Unclaimed(self._cancel)
+        self._unclaimed = UnclaimedRequests(self._cancel)
         self._grace: asyncio.TimerHandle | None = None
         seed = config.seed
         self._chance = random.Random() if seed is None else random.Random(f"requests {seed}")
@@ -202,22 +202,22 @@ class Submissions:
         with suppress(RuntimeError):  # the loop is closed, and the request with it
             self._loop.call_soon_threadsafe(self._intake.tell, Cancel(request_id))
 
-    def go_on(self, past: Past) -> None:
+    def go_on(self, past: RestoredState) -> None:
         """What an earlier process had not finished goes on, for whoever picks it up."""
         self._open.next_id = past.next_id
-        for carried in past.requests:
-            inbox = self._new_inbox(carried.request_id)
-            inbox.submitted_at -= carried.seconds_ago
+        for restored in past.requests:
+            inbox = self._new_inbox(restored.request_id)
+            inbox.submitted_at -= restored.seconds_ago
             inbox.is_accepted = True
-            submit = submission(carried, inbox)
+            submit = submission(restored, inbox)
             self._open.add(inbox, submit)
-            self._unclaimed.add(inbox, carried)
+            self._unclaimed.add(inbox, restored)
             self._intake.tell(submit)
         self._grace = self._loop.call_later(self._config.resume_seconds, self._unclaimed.give_up)
         log.info("resumed", requests=len(past.requests), next_id=past.next_id)
 
     def resume(self, request_id: RequestId, position: int, tenant: str) -> Stream:
-        """Pick one of them up. Raises as `Unclaimed.take`."""
+        """Pick one of them up. Raises as `UnclaimedRequests.take`."""
         inbox = self._unclaimed.take(request_id, position, tenant)
         return open_stream(inbox, self._cancel, self._cancel_later, position)
 

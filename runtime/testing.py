@@ -12,7 +12,7 @@ from typing import Final, Unpack
 from cuelight.actors.executor.stub import StubBatch, next_letter
 from cuelight.config import EngineConfig, EngineOptions
 from cuelight.engine import Engine
-from cuelight.ensemble import Ensemble
+from cuelight.ensemble import EngineParts
 from cuelight.errors import ModelUnavailable, NotStarted
 from cuelight.kernel import Role
 from cuelight.stub_model import (
@@ -23,7 +23,7 @@ from cuelight.stub_model import (
     STUB_NAME,
     decode,
     encode,
-    stub_ensemble,
+    stub_parts,
 )
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
     "encode",
     "next_letter",
     "stub_engine",
-    "stub_ensemble",
+    "stub_parts",
 ]
 
 ACTORS: Final = ("intake", "scheduler", "cache", "executor", "detokenizer")
@@ -60,12 +60,12 @@ def stub_engine(
     Raises ConfigError as `Engine` does.
     """
 
-    def other(name: str, config: EngineConfig) -> Ensemble[StubBatch]:
+    def other(name: str, config: EngineConfig) -> EngineParts[StubBatch]:
         if models is None or name not in models:
             raise ModelUnavailable(f"the stub has no model {name!r}")
-        return stub_ensemble(config, models[name])
+        return stub_parts(config, models[name])
 
-    return Engine.from_ensemble(STUB_NAME, lambda config: stub_ensemble(config, next_token), other, **options)
+    return Engine.from_parts(STUB_NAME, lambda config: stub_parts(config, next_token), other, **options)
 
 
 def crash(engine: Engine, actor: str) -> None:

@@ -17,7 +17,7 @@ from typing import Final, Never
 from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.stub import StubDevice
 from cuelight.config import ModelFacts
-from cuelight.ensemble import EXECUTOR_RESTART_POLICY, Ensemble, Lead, Roles, actor_specs, lives_in_process, roles
+from cuelight.ensemble import EXECUTOR_RESTART_POLICY, EngineParts, Lead, Roles, actor_specs, lives_in_process, roles
 from cuelight.kernel import Actor, ActorSpec, Context, Delivered, Ended, Event, ExitCause, InLoop, InProcess, Role
 from cuelight.kernel.errors import ActorCrashed
 from cuelight.kernel.faults import SimulatedCrash
@@ -150,11 +150,11 @@ class History:
     def _parts(self) -> list[ActorSpec[Never]]:
         config, cast = self._config, self._cast
         facts = ModelFacts(END_TOKEN + 1, CONTEXT_LENGTH, (END_TOKEN,))
-        ensemble = Ensemble(facts, _Encoder(), decode, partial(StubDevice, 2, 1))  # an executor of its own
-        parts = actor_specs(ensemble, config, cast, self._board, self._lead)
+        stub = EngineParts(facts, _Encoder(), decode, partial(StubDevice, 2, 1))  # an executor of its own
+        specs = actor_specs(stub, config, cast, self._board, self._lead)
         return [
             self._executor_part(cast.executor) if part.role is cast.executor else _kept(part, self._actors)
-            for part in parts
+            for part in specs
         ]
 
     def _executor_part(self, role: Role[ExecutorMessage]) -> ActorSpec[Never]:

@@ -17,7 +17,7 @@ NUDGES = 20
 
 
 @contextmanager
-def wakeful() -> Iterator[None]:
+def interruptible_by_signals() -> Iterator[None]:
     """Meanwhile whatever the main thread waits for is interrupted some moments after a signal. On the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -19,7 +19,7 @@ from cuelight.actors.executor.stub import StubDevice, next_letter
 
 if TYPE_CHECKING:
     from cuelight.config import EngineConfig
-    from cuelight.ensemble import Ensemble
+    from cuelight.ensemble import EngineParts
 
 POLL_SECONDS = 0.002
 
@@ -42,13 +42,13 @@ def born(path: str) -> Path:
     return folder
 
 
-def ensemble(folder: Path, config: EngineConfig) -> Ensemble[object]:
+def parts(folder: Path, config: EngineConfig) -> EngineParts[object]:
     """A stub whose device heeds the folder."""
-    from cuelight.ensemble import Ensemble  # which the process has no need of
-    from cuelight.testing import stub_ensemble
+    from cuelight.ensemble import EngineParts  # which the process has no need of
+    from cuelight.testing import stub_parts
 
-    stub = stub_ensemble(config)
-    return Ensemble(stub.facts, stub.encoder, stub.decode, partial(load, Cradle(folder), config.block_size))
+    stub = stub_parts(config)
+    return EngineParts(stub.facts, stub.encoder, stub.decode, partial(load, Cradle(folder), config.block_size))
 
 
 class Ticks:
@@ -62,16 +62,16 @@ class Ticks:
         return self._seconds
 
 
-def of_model(folder: Path, config: EngineConfig) -> Ensemble[object]:
+def of_model(folder: Path, config: EngineConfig) -> EngineParts[object]:
     """A model's real executor, for prompts of token ids."""
     from cuelight.actors.executor.building import load_model
     from cuelight.config import read_facts
-    from cuelight.ensemble import Ensemble, lasting_memory, load_options
-    from cuelight.testing import stub_ensemble
+    from cuelight.ensemble import EngineParts, lasting_memory, load_options
+    from cuelight.testing import stub_parts
 
-    stub, facts = stub_ensemble(config), read_facts(folder)
+    stub, facts = stub_parts(config), read_facts(folder)
     options = replace(load_options(folder, config, facts), now=Ticks())
-    return Ensemble(facts, stub.encoder, stub.decode, partial(load_model, options), lasting_memory(config))
+    return EngineParts(facts, stub.encoder, stub.decode, partial(load_model, options), lasting_memory(config))
 
 
 def load(folder: Path, block_size: int) -> StubDevice:

@@ -147,7 +147,7 @@ async def test_a_drain_in_which_the_engine_gives_up_says_so(tmp_path: Path, capl
 
 
 def executors_engine(folder: Path) -> Engine:
-    return Engine.from_ensemble("stub", partial(executors.ensemble, folder), executor="thread", restarts_max=0)
+    return Engine.from_parts("stub", partial(executors.parts, folder), executor="thread", restarts_max=0)
 
 
 async def test_a_host_that_cancels_all_tasks_closes_the_engine() -> None:

@@ -28,7 +28,7 @@ from cuelight import Chunk, Engine, Result, Stream, errors, submissions
 from cuelight.actors.executor.stub import StubDevice
 from cuelight.client import Inbox
 from cuelight.config import EngineConfig, EngineOptions, ModelFacts
-from cuelight.ensemble import Ensemble
+from cuelight.ensemble import EngineParts
 from cuelight.kernel import ActorCrashed, RestartPolicy
 from cuelight.messages.request import Conversation, FinishReason, Turn, Usage
 from cuelight.stub_model import StubEncoder
@@ -804,16 +804,16 @@ async def test_a_crash_beyond_what_may_be_reaches_every_client(monkeypatch: pyte
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("cuelight")]
 
 
-def ensemble(load_device: Callable[[], object]) -> Callable[[EngineConfig], Ensemble[object]]:
+def ensemble(load_device: Callable[[], object]) -> Callable[[EngineConfig], EngineParts[object]]:
     facts = ModelFacts(vocab_size=257, context_length=100, eos_token_ids=(256,))
-    return lambda _: Ensemble(facts, StubEncoder(), decode, load_device)
+    return lambda _: EngineParts(facts, StubEncoder(), decode, load_device)
 
 
 def fail() -> object:
     raise OSError("no such weights")
 
 
-def not_found(_: EngineConfig) -> Ensemble[object]:
+def not_found(_: EngineConfig) -> EngineParts[object]:
     raise errors.ModelUnavailable("no such folder")
 
 
@@ -826,13 +826,13 @@ def not_found(_: EngineConfig) -> Ensemble[object]:
     ],
 )
 async def test_a_start_that_fails_leaves_nothing(
-    gather: Callable[..., Ensemble[object]], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    gather: Callable[..., EngineParts[object]], error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if error is errors.EngineBroken:
         monkeypatch.setattr("cuelight.ensemble.CacheManager", None)
     before = traces()
     async with asyncio.timeout(NET_SECONDS):
-        engine = Engine.from_ensemble("broken", gather)
+        engine = Engine.from_parts("broken", gather)
         with pytest.raises(error):
             await engine.start()
         with pytest.raises(errors.EngineUnavailable):
@@ -998,7 +998,7 @@ async def test_a_stop_in_the_moment_the_engine_becomes_ready_wins() -> None:
         await engine.stop()
 
     async with asyncio.timeout(NET_SECONDS):
-        engine = Engine.from_ensemble("slow", ensemble(load))
+        engine = Engine.from_parts("slow", ensemble(load))
         starting = asyncio.create_task(engine.start())
         await until(lambda: engine._lifecycle.running is not None)
         stopping = asyncio.create_task(stop_when_ready())

@@ -19,7 +19,7 @@ from cuelight.config import EngineConfig
 from cuelight.errors import ConfigError
 from cuelight.messages.executor import ExecuteStep, Row, RowChunk
 from cuelight.messages.request import BlockCopies, CopyKind, HostTier, RequestId, Sampling
-from cuelight.testing import stub_ensemble
+from cuelight.testing import stub_parts
 
 SIZE = 4
 SAVE, LOAD, FORK = CopyKind.SAVE, CopyKind.LOAD, CopyKind.FORK
@@ -112,8 +112,8 @@ def test_copies_that_cannot_be_are_refused_by_the_stub(copies: tuple[CopyKind, B
 
 
 def test_the_stub_engine_has_the_host_memory_it_is_told() -> None:
-    assert stub_ensemble(EngineConfig(host_block_count=7)).load_device().host == HostTier(7, 0.0, 1.0)
-    assert stub_ensemble(EngineConfig()).load_device().host == HostTier()
+    assert stub_parts(EngineConfig(host_block_count=7)).load_device().host == HostTier(7, 0.0, 1.0)
+    assert stub_parts(EngineConfig()).load_device().host == HostTier()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import structlog
 from engines import NET_SECONDS, gated, until
 
 from cuelight import Engine, errors
-from cuelight.board import Alarms, Board
+from cuelight.board import StatusBoard, StatusCallbacks
 from cuelight.figures import BLOCK_TOTALS, REQUEST_TOTALS
 from cuelight.health import CRASHES_REMEMBERED, ERROR_CHARS_MAX, HealthRecord, Recovery
 from cuelight.kernel import ActorCrashed
@@ -90,7 +90,7 @@ async def test_every_crash_is_counted_and_the_last_are_remembered() -> None:
 
 
 async def test_the_executor_s_loss_is_a_recovery_with_a_reason(tmp_path: Path) -> None:
-    engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(tmp_path, config))
+    engine = Engine.from_parts("stub", lambda config: executors.parts(tmp_path, config))
     async with asyncio.timeout(NET_SECONDS), engine:
         stream = engine.stream("hello", max_tokens=4000)
         await anext(stream)
@@ -112,7 +112,7 @@ async def test_a_start_that_takes_long_says_again_and_again_what_it_is_at(
 ) -> None:
     monkeypatch.setattr("cuelight.lifecycle.REMIND_SECONDS", 0.001)
     (tmp_path / "hold the load").touch()
-    engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(tmp_path, config))
+    engine = Engine.from_parts("stub", lambda config: executors.parts(tmp_path, config))
     with structlog.testing.capture_logs() as entries:
         async with asyncio.timeout(NET_SECONDS):
             starting = asyncio.create_task(engine.start())
@@ -130,7 +130,7 @@ async def test_a_start_that_takes_long_says_again_and_again_what_it_is_at(
 
 async def test_a_start_that_is_called_off_just_as_it_is_ready_brings_no_actor_down(tmp_path: Path) -> None:
     (tmp_path / "hold the load").touch()
-    engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(tmp_path, config))
+    engine = Engine.from_parts("stub", lambda config: executors.parts(tmp_path, config))
     async with asyncio.timeout(NET_SECONDS):
         starting = asyncio.create_task(engine.start())
         await until(lambda: engine.health().phase == "loading the model: read weights")
@@ -171,7 +171,7 @@ def test_every_figure_is_a_total_or_holds_now() -> None:
 
 async def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "cannot load").touch()
-    engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(tmp_path, config))
+    engine = Engine.from_parts("stub", lambda config: executors.parts(tmp_path, config))
     with pytest.raises(errors.ModelUnavailable):
         await engine.start()
     assert engine.health().state == "closed"
@@ -206,7 +206,9 @@ def test_who_has_ended_does_not_come_back() -> None:
 async def test_the_board_calls_whom_it_concerns() -> None:
     called: list[object] = []
     health, _ = record()
-    board = Board(health, Alarms(lambda: called.append("again"), called.append, called.append, called.append))
+    board = StatusBoard(
+        health, StatusCallbacks(lambda: called.append("again"), called.append, called.append, called.append)
+    )
     board.tell(Loading("reading the weights"))
     assert health.snapshot().phase == "reading the weights"
     for _ in range(2):  # as by a new scheduler
@@ -258,7 +260,7 @@ def test_a_phase_takes_the_place_of_the_one_before_on_a_terminal(
 
 async def test_giving_up_before_the_start_is_a_start_that_fails() -> None:
     health, _ = record()
-    board = Board(health, Alarms(lambda: None, pytest.fail))
+    board = StatusBoard(health, StatusCallbacks(lambda: None, pytest.fail))
     board.tell(GaveUp("it dies all the time"))
     with pytest.raises(errors.ModelUnavailable, match="it dies all the time"):
         await board.ready

@@ -29,7 +29,7 @@ from cuelight.actors.executor.model.loading import load as load_any
 from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.native.runner import NativeRunner
 from cuelight.config import EngineConfig, EngineOptions
-from cuelight.ensemble import Ensemble, lasting_memory
+from cuelight.ensemble import EngineParts, lasting_memory
 from cuelight.messages.request import BlockCopies, CopyKind, HostTier
 from cuelight.testing import crash
 
@@ -326,10 +326,10 @@ async def test_what_was_in_host_memory_is_loaded_after_a_death(folder: Path, exe
     """The pool has room for two of them: what it held is lost, but nothing of those that had left it."""
     gather = partial(executors.of_model, folder)
     async with asyncio.timeout(NET_SECONDS):
-        async with Engine.from_ensemble("tiny", gather, block_count=100, **OPTIONS) as engine:
+        async with Engine.from_parts("tiny", gather, block_count=100, **OPTIONS) as engine:
             calm = await served(engine, PROMPTS)
         before = files()
-        engine = Engine.from_ensemble("tiny", gather, executor=executor, block_count=11, **OPTIONS)
+        engine = Engine.from_parts("tiny", gather, executor=executor, block_count=11, **OPTIONS)
         async with engine:
             await served(engine, PROMPTS)
             saved = engine.stats()
@@ -349,13 +349,13 @@ async def test_what_was_in_host_memory_is_loaded_after_a_death(folder: Path, exe
 
 
 async def test_another_model_has_memory_of_its_own(folder: Path) -> None:
-    def gather(config: EngineConfig) -> Ensemble[object]:
+    def gather(config: EngineConfig) -> EngineParts[object]:
         return executors.of_model(folder, config)
 
     async with asyncio.timeout(NET_SECONDS):
         before = files()
         others = lambda _name, config: gather(config)  # noqa: E731
-        engine = Engine.from_ensemble("tiny", gather, others, executor="thread", block_count=11, **OPTIONS)
+        engine = Engine.from_parts("tiny", gather, others, executor="thread", block_count=11, **OPTIONS)
         async with engine:
             await served(engine, PROMPTS)
             assert engine.stats().host_blocks_used > 10

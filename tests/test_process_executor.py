@@ -26,7 +26,7 @@ from cuelight import Engine, Result, Stream, errors
 from cuelight.config import EngineConfig, EngineOptions, RequestOptions
 from cuelight.kernel import System
 from cuelight.replay import replay
-from cuelight.testing import crash, decode, encode, next_letter, stub_engine, stub_ensemble
+from cuelight.testing import crash, decode, encode, next_letter, stub_engine, stub_parts
 
 NET_SECONDS = 120.0
 """A safety net around everything that waits; no test measures by it."""
@@ -121,7 +121,7 @@ async def serving(folder: Path, **options: Unpack[EngineOptions]) -> AsyncIterat
             pass
         before = traces()
         options = {"executor": "process", **options}
-        engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(folder, config), **options)
+        engine = Engine.from_parts("stub", lambda config: executors.parts(folder, config), **options)
         try:
             async with engine:
                 yield engine
@@ -214,7 +214,7 @@ async def test_a_process_that_dies_while_it_loads_is_replaced(folder: Path) -> N
 async def test_a_process_that_dies_at_the_start_is_replaced(folder: Path) -> None:
     (folder / "die at birth").touch()
     (folder / "hold the load").touch()
-    engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(folder, config), executor="process")
+    engine = Engine.from_parts("stub", lambda config: executors.parts(folder, config), executor="process")
     async with asyncio.timeout(NET_SECONDS):
         starting = asyncio.create_task(engine.start())
         await until(lambda: len(executors.lives(folder)) == 1)
@@ -236,7 +236,7 @@ async def test_a_process_that_never_says_a_word_is_an_error_of_the_start(
         pass
     before = traces()
     monkeypatch.setattr("cuelight.lifecycle.REPORT_SECONDS", 0.05)
-    engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(folder, config), executor="process")
+    engine = Engine.from_parts("stub", lambda config: executors.parts(folder, config), executor="process")
     async with asyncio.timeout(NET_SECONDS):
         with pytest.raises(errors.ModelUnavailable, match=r"not said a word for 0\.05 s"):
             await engine.start()
@@ -251,9 +251,9 @@ class Unborn:
 
 
 async def test_a_process_that_cannot_be_told_what_to_play_is_an_error_of_the_start() -> None:
-    stub = stub_ensemble(EngineConfig())
+    stub = stub_parts(EngineConfig())
     ensemble = replace(stub, load_device=partial(print, Unborn()))
-    engine = Engine.from_ensemble("stub", lambda _: ensemble, executor="process")
+    engine = Engine.from_parts("stub", lambda _: ensemble, executor="process")
     async with asyncio.timeout(NET_SECONDS):
         with pytest.raises(errors.EngineBroken, match="no number"):
             await engine.start()
@@ -264,10 +264,10 @@ async def test_a_cancelled_reload_leaves_no_process_that_hangs(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cuelight.reload.LINGER_SECONDS", 0.0)
-    engine = Engine.from_ensemble(
+    engine = Engine.from_parts(
         "stub",
-        lambda config: executors.ensemble(folder, config),
-        lambda name, config: executors.ensemble(Path(name), config),
+        lambda config: executors.parts(folder, config),
+        lambda name, config: executors.parts(Path(name), config),
         executor="process",
     )
     async with asyncio.timeout(NET_SECONDS), engine:
@@ -373,7 +373,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(
     async with stub_engine():
         pass
     before = traces()
-    engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(folder, config), executor="process")
+    engine = Engine.from_parts("stub", lambda config: executors.parts(folder, config), executor="process")
     starting = asyncio.create_task(engine.start())
     if moment == "its actors begin":
         async with asyncio.timeout(NET_SECONDS):
@@ -392,7 +392,7 @@ async def test_a_stop_ends_a_start_that_hangs(folder: Path) -> None:
     async with stub_engine():
         pass
     before = traces()
-    engine = Engine.from_ensemble("stub", lambda config: executors.ensemble(folder, config), executor="process")
+    engine = Engine.from_parts("stub", lambda config: executors.parts(folder, config), executor="process")
     starting = asyncio.create_task(engine.start())
     await until(lambda: len(children()) == 1)
     for child in children():
@@ -418,8 +418,8 @@ from cuelight import Engine
 
 async def main():
     folder = Path(sys.argv[1])
-    ensemble = lambda config: executors.ensemble(folder, config)
-    async with Engine.from_ensemble("stub", ensemble, executor="process") as engine:
+    ensemble = lambda config: executors.parts(folder, config)
+    async with Engine.from_parts("stub", ensemble, executor="process") as engine:
         result = await engine.generate("prompt 1", max_tokens=60)
         (folder / "result").write_text(result.text)
         (folder / "ready").touch()

@@ -15,7 +15,7 @@ from engines import NET_SECONDS, at_rest, expected_tokens, gated, until
 from cuelight import Engine, Stream, errors
 from cuelight.actors.executor.stub import StubDevice
 from cuelight.config import EngineConfig, ModelFacts
-from cuelight.ensemble import Ensemble
+from cuelight.ensemble import EngineParts
 from cuelight.kernel import ActorCrashed
 from cuelight.messages.detokenizer import Histories
 from cuelight.messages.intake import Cancel, ResendComplete, SetTenants, Submit
@@ -217,10 +217,10 @@ class Encoder:
 def engine_with(encoder: Encoder, decode: Callable[[Sequence[int]], str] = decode) -> Engine:
     facts = ModelFacts(vocab_size=257, context_length=4096, eos_token_ids=(256,))
 
-    def gather(config: EngineConfig) -> Ensemble[object]:
-        return Ensemble(facts, encoder, decode, lambda: StubDevice(1024, 16, next_letter))
+    def gather(config: EngineConfig) -> EngineParts[object]:
+        return EngineParts(facts, encoder, decode, lambda: StubDevice(1024, 16, next_letter))
 
-    return Engine.from_ensemble("stub", gather)
+    return Engine.from_parts("stub", gather)
 
 
 async def test_a_request_that_brings_intake_down_twice_fails_alone() -> None:
@@ -322,7 +322,7 @@ async def test_a_lost_executor_s_device_is_free_before_another_one_is_loaded() -
         return device
 
     facts = ModelFacts(vocab_size=257, context_length=4096, eos_token_ids=(256,))
-    engine = Engine.from_ensemble("stub", lambda _: Ensemble(facts, Encoder(times=0), decode, load))
+    engine = Engine.from_parts("stub", lambda _: EngineParts(facts, Encoder(times=0), decode, load))
     gc.collect()
     gc.disable()
     try:

@@ -22,10 +22,10 @@ from engines import NET_SECONDS, Gate, NextToken, at_rest, expected_tokens, next
 from cuelight import Engine, Stream, errors
 from cuelight.actors.executor.stub import StubBatch, StubDevice
 from cuelight.config import EngineConfig, EngineOptions, ModelFacts
-from cuelight.ensemble import Ensemble
+from cuelight.ensemble import EngineParts
 from cuelight.fingerprint import fingerprint
 from cuelight.messages.request import FinishReason
-from cuelight.testing import END_TOKEN, crash, stub_engine, stub_ensemble
+from cuelight.testing import END_TOKEN, crash, stub_engine, stub_parts
 from cuelight.trial import Tally, run_history
 
 CAPITALS = "_ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -48,8 +48,8 @@ class Models:
         self.eos_token_ids = (END_TOKEN,)
         self.error: Exception | None = None
 
-    def ensemble(self, name: str, next_token: NextToken, config: EngineConfig) -> Ensemble[StubBatch]:
-        stub = stub_ensemble(config, next_token)
+    def ensemble(self, name: str, next_token: NextToken, config: EngineConfig) -> EngineParts[StubBatch]:
+        stub = stub_parts(config, next_token)
 
         def load() -> StubDevice:
             self.loads.append(name)
@@ -65,16 +65,16 @@ class Models:
         facts = stub.facts
         if name != "first":
             facts = ModelFacts(self.vocab_size, self.context_length, self.eos_token_ids)
-        return Ensemble(facts, stub.encoder, stub.decode, load)
+        return EngineParts(facts, stub.encoder, stub.decode, load)
 
-    def other(self, name: str, config: EngineConfig) -> Ensemble[StubBatch]:
+    def other(self, name: str, config: EngineConfig) -> EngineParts[StubBatch]:
         if name != "other":
             raise errors.ModelUnavailable(f"there is no {name}")
         return self.ensemble(name, self.other_gate.next_token, config)
 
     def engine(self, **options: Unpack[EngineOptions]) -> Engine:
         first = partial(self.ensemble, "first", self.gate.next_token)
-        return Engine.from_ensemble("first", first, self.other, **options)
+        return Engine.from_parts("first", first, self.other, **options)
 
 
 @asynccontextmanager

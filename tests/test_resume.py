@@ -23,8 +23,8 @@ from cuelight import Engine, Stream, errors, record
 from cuelight.config import EngineOptions
 from cuelight.kernel.records import MAGIC, VERSION, Recorded, encode_record, read_journal
 from cuelight.messages.request import FinishReason
-from cuelight.past import Carried, read_past
-from cuelight.testing import crash, decode, next_letter, stub_engine, stub_ensemble
+from cuelight.past import RestoredRequest, read_state
+from cuelight.testing import crash, decode, next_letter, stub_engine, stub_parts
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ async def rest(stream: Stream) -> tuple[list[int], str]:
     return tokens, text
 
 
-def past(journal: Path) -> dict[int, Carried]:
-    found = read_past(journal, time_of_day=0.0, recent_seconds=60.0)
-    return {carried.request_id: carried for carried in found.requests}
+def past(journal: Path) -> dict[int, RestoredRequest]:
+    found = read_state(journal, time_of_day=0.0, recent_seconds=60.0)
+    return {restored.request_id: restored for restored in found.requests}
 
 
 async def turns(count: int = 50) -> None:
@@ -355,10 +355,10 @@ async def test_seeds_services_and_samples_are_kept(journal: Path) -> None:
             stream.request_id: engine._lifecycle.open_requests._submits[stream.request_id] for stream in (first, *many)
         }
         file = killed(journal)
-    for request_id, carried in past(file).items():
-        assert carried.sampling == submits[request_id].sampling
-        assert carried.service == submits[request_id].service
-        assert carried.prompt == submits[request_id].prompt
+    for request_id, restored in past(file).items():
+        assert restored.sampling == submits[request_id].sampling
+        assert restored.service == submits[request_id].service
+        assert restored.prompt == submits[request_id].prompt
     assert past(file)[first.request_id].sampling.seed is not None
     async with next_process(file) as engine:
         again = engine._lifecycle.open_requests._submits
@@ -468,7 +468,7 @@ async def test_the_journal_of_another_model_stays_as_it_is(journal: Path) -> Non
         file = killed(journal)
         del held
     content = file.read_bytes()
-    other = Engine.from_ensemble("other", stub_ensemble, journal=file, resume=True)
+    other = Engine.from_parts("other", stub_parts, journal=file, resume=True)
     with pytest.raises(errors.WrongJournal, match="'stub': 'other' cannot go on from it"):
         await other.start()
     assert file.read_bytes() == content
@@ -564,7 +564,7 @@ def capitals(token_ids: list[int]) -> int:
 async def test_another_model_may_go_on_where_nothing_is_left(journal: Path) -> None:
     async with next_process(journal) as engine:
         last = (await engine.generate("a request", max_tokens=3)).request_id
-    other = Engine.from_ensemble("other", stub_ensemble, journal=journal, resume=True)
+    other = Engine.from_parts("other", stub_parts, journal=journal, resume=True)
     async with asyncio.timeout(NET_SECONDS), other as engine:
         assert engine.unclaimed == ()
         assert engine.stream("new", max_tokens=1).request_id > last
@@ -579,13 +579,13 @@ async def test_a_reload_in_a_journal_that_was_not_meant_for_this(journal: Path, 
         if running == "finish":
             await until(lambda: len(engine.system.statistics()) > 5)  # type: ignore[union-attr]
             await turns(200)
-            assert read_past(killed(journal), time_of_day=0.0, recent_seconds=60.0).model == "stub"
+            assert read_state(killed(journal), time_of_day=0.0, recent_seconds=60.0).model == "stub"
             await stream.aclose()
         await reload
         stream = engine.stream("another", max_tokens=2000)
         await read(stream, 2)
         await turns()
-        assert read_past(killed(journal), time_of_day=0.0, recent_seconds=60.0).model == "other"
+        assert read_state(killed(journal), time_of_day=0.0, recent_seconds=60.0).model == "other"
 
 
 async def test_after_a_reload_it_is_the_other_models_journal(journal: Path) -> None:
@@ -599,7 +599,7 @@ async def test_after_a_reload_it_is_the_other_models_journal(journal: Path) -> N
     with pytest.raises(errors.WrongJournal, match="another model"):
         await stub_engine(journal=file, resume=True).start()
     # A stand-in's tokenizer goes by the engine's name, and so does its model.
-    ensemble = Engine.from_ensemble("other", lambda config: stub_ensemble(config, capitals), journal=file, resume=True)
+    ensemble = Engine.from_parts("other", lambda config: stub_parts(config, capitals), journal=file, resume=True)
     async with asyncio.timeout(NET_SECONDS), ensemble as engine:
         again = engine.resume(stream.request_id, 3)
         assert tuple(await read(again, 5))[:5] == expected_tokens("a request", 8, capitals)[3:8]

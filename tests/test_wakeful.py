@@ -18,7 +18,7 @@ def tell():
 
 signal.signal(signal.SIGTERM, told)
 reader, _ = os.pipe()
-with wakeful():
+with interruptible_by_signals():
     ready = threading.Event()
     threading.Thread(target=lambda: (ready.wait(), tell()), daemon=True).start()
     ready.set()

@@ -7,7 +7,7 @@ import sys
 
 WAITING = """
 import os, signal, threading
-from cuelight.wakeful import wakeful
+from cuelight.wakeful import interruptible_by_signals
 
 def told(*_):
     raise SystemExit(7)

@@ -55,7 +55,7 @@ KNOWN_IN_CIRCLES: Set[str] = {
     "cuelight.kernel.elsewhere", "cuelight.kernel.placement", "cuelight.kernel.system",
 }  # fmt: skip
 KNOWN_PACKAGES_IN_CIRCLES: Set[str] = set()
-KNOWN_COMPONENTS_IN_CIRCLES: Set[str] = {"each_isa", "kv"}
+KNOWN_COMPONENTS_IN_CIRCLES: Set[str] = set()
 KNOWN_FLOORS: Set[str] = {"cuelight.kernel.elsewhere imports cuelight.kernel.placement.Engagement"}
 KNOWN_CLASS_NAMES: Set[str] = {
     "Address", "Backend", "Bar", "Board", "Chat", "Conversation", "Deadlines", "Event", "History",

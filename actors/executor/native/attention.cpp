@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <vector>
 
+#include "attention_task.h"
+
 #define CUE_KERNEL "attention_kernel.h"
 #include "each_isa.h"
 #include "threads.h"

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kv.h"
+#include "kv_pool.h"
 
 extern "C" {
 
@@ -27,23 +27,3 @@ struct CueSequences {
 int cue_attend(const CueKv* kv, const CueSequences* sequences, const float* q, int64_t q_stride, float* out,
                int64_t out_stride, int32_t heads, float scale);
 }
-
-namespace cue {
-
-// What a form's kernels need of one task; `table` is the sequence's own.
-struct AttentionTask {
-    const CueKv* kv;
-    const int64_t* table;
-    const float* q;  // of the first query head of the KV head, at the first query token
-    float* out;
-    int64_t q_stride, out_stride;
-    int kv_head, group;              // group: query heads per KV head
-    int64_t begin, end;              // context tokens to attend to (tiles: as the last query sees)
-    int queries;                     // tiles: query tokens, of which the last sees up to `end`
-    float scale;                     // log2(e) times the caller's
-    float* partial;                  // decodes of a part of the context: where its result goes, else null
-    float* scratch;
-    const AttentionTask* following;  // of a decode: perhaps this thread's next one, or null
-};
-
-}  // namespace cue

@@ -22,7 +22,7 @@ FLOAT32, BF16, INT8 = 0, 1, 2
 
 
 class CueKv(ctypes.Structure):
-    """One layer's pool, as `kv.h` has it."""
+    """One layer's pool, as `kv_pool.h` has it."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
@@ -32,7 +32,7 @@ class CueKv(ctypes.Structure):
 
 
 class CueSlots(ctypes.Structure):
-    """Where a step's tokens stand, as `kv.h` has it."""
+    """Where a step's tokens stand, as `kv_pool.h` has it."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("positions", "blocks", "offsets")),

@@ -1,4 +1,5 @@
-// Included by each_isa.h: one query token against a context, keys and values read once for all heads of a group.
+// Requires attention_task.h. Included by each_isa.h: one query token against a context, keys and values read once for all
+// heads of a group.
 
 // Asks for memory before it is needed: the runs of a table lie apart, where no processor would guess them.
 template <class T>

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "kv.h"
 #include "linear.h"
 #include "ops.h"
 #include "threads.h"

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "kv.h"
+#include "kv_pool.h"
 
 extern "C" {
 

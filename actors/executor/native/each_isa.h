@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "element_types.h"
 #include "isa.h"
-#include "kv.h"
 
 // One entry of each form, to be indexed by `isa()`.
 #if CUE_X86

@@ -1,4 +1,4 @@
-// Included by each_isa.h.
+// Requires kv_pool.h. Included by each_isa.h.
 
 // dst[i] = src[i] * factor for one head of one token.
 template <class T>

@@ -3,8 +3,6 @@
 
 #include <cstdint>
 
-#include "kv.h"
-
 extern "C" {
 
 // x += delta (unless null); y = x / sqrt(mean(x^2) + epsilon) * weight, row by row of [rows, n]. y may be x or delta.

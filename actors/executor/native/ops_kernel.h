@@ -1,4 +1,4 @@
-// Included by each_isa.h.
+// Requires element_types.h. Included by each_isa.h.
 
 constexpr int kSums = 4;  // sums side by side, since each addition waits for the one before
 

@@ -5,43 +5,13 @@
 #include <limits>
 #include <vector>
 
-namespace cue {
-namespace {
-
-// What turns logits of one row into weights.
-struct Heat {
-    float most;                 // the largest logit
-    float least;                // differences to it below this have no weight
-    float factor;               // log2(e) / temperature
-    float octave, octave_rest;  // together the difference that halves a weight; the first has few bits
-};
-
-// What makes the noise of one row its own.
-struct Key {
-    uint32_t low, high;
-};
-
-inline uint32_t mixed(uint32_t x) {
-    x = (x ^ (x >> 16)) * 0x7feb352du;
-    x = (x ^ (x >> 15)) * 0x846ca68bu;
-    return x ^ (x >> 16);
-}
-
-// As in chance.py.
-inline uint32_t bits_of(Key key, uint32_t id) { return mixed(mixed(id + key.low) ^ key.high); }
-
-constexpr int kGroup = 16;  // numbers of which the largest is kept, to find the k-th largest of all
-constexpr int kRun = 256;   // tokens that are weighed or bounded in one go: they stay in the first cache
-constexpr int kLanes = 16;  // sums side by side, the same in every form
-constexpr int kLook = 64;   // numbers that are passed over together
-
-}  // namespace
-}  // namespace cue
+#include "gumbel_max.h"
+#include "sample_types.h"
+#include "threads.h"
+#include "token_ranking.h"
 
 #define CUE_KERNEL "sample_kernel.h"
 #include "each_isa.h"
-#include "sample_race.h"
-#include "threads.h"
 
 namespace cue {
 namespace {
@@ -50,10 +20,7 @@ decltype(&plain::peaks_row) const peaks_forms[] = CUE_FORMS(peaks_row);
 decltype(&plain::weigh) const weigh_forms[] = CUE_FORMS(weigh);
 decltype(&plain::sums_row) const sums_forms[] = CUE_FORMS(sums_row);
 decltype(&plain::gather_row) const gather_forms[] = CUE_FORMS(gather_row);
-decltype(&plain::ends_row) const ends_forms[] = CUE_FORMS(ends_row);
-decltype(&plain::members_row) const members_forms[] = CUE_FORMS(members_row);
 decltype(&plain::before_row) const before_forms[] = CUE_FORMS(before_row);
-decltype(&plain::bins_row) const bins_forms[] = CUE_FORMS(bins_row);
 
 constexpr int kWidest = 16;  // floats that a form may store at once
 constexpr double kTemperatureLeast = 1e-36, kTemperatureMost = 1e36;  // all of Heat are ordinary floats between them
@@ -75,153 +42,6 @@ constexpr double kTiny = std::numeric_limits<double>::min();  // a target above 
 constexpr double kOctavesKept = 128.0;  // a little more than a weight may have
 constexpr double kSafety = 0.99;        // far more than weights and sums are rounded by
 constexpr double kTopPMost = 0.75;      // from here on it pays to suppose that the winner of all tokens is kept
-
-// Tokens in the order of their ids.
-struct Tokens {
-    std::vector<float> logits, weights;
-    std::vector<int32_t> ids, bins;
-    int64_t count = 0;
-
-    void make_room(size_t n) {
-        if (n <= ids.size()) return;
-        for (auto* floats : {&logits, &weights}) floats->resize(n);
-        for (auto* numbers : {&ids, &bins}) numbers->resize(n);
-    }
-};
-
-enum Measure { kWeight, kCount };
-
-struct Sums {
-    double weight, count;
-
-    double in(Measure measure) const { return measure == kWeight ? weight : count; }
-    void add(const Sums& more) { weight += more.weight, count += more.count; }
-};
-
-// A place in the descending order of tokens: the sums of all up to `id`, that one included.
-struct Place {
-    Sums sums;
-    int64_t id;
-};
-
-// The one that comes first; `b` if they are the same.
-Place first(const Place& a, const Place& b) { return b.sums.count <= a.sums.count ? b : a; }
-
-// Weight and number of tokens by bins of their logits, the largest first; gives each token its bin.
-class Bins {
-public:
-    Bins(Tokens& tokens, Isa isa) {
-        float low, high;
-        ends_forms[isa](tokens.logits.data(), tokens.count, &low, &high);
-        is_flat_ = low == high;
-        if (is_flat_) {
-            const double count = static_cast<double>(tokens.count);
-            sums_[0] = {count * static_cast<double>(tokens.weights[0]), count};
-            return;
-        }
-        const double scale = (kBins - 1) / (static_cast<double>(high) - static_cast<double>(low));
-        bins_forms[isa](tokens.logits.data(), tokens.count, static_cast<double>(high), scale, tokens.bins.data());
-        Sums turns[kTurns][kBins] = {};
-        for (int64_t i = 0; i < tokens.count; ++i)
-            turns[i % kTurns][tokens.bins[i]].add({static_cast<double>(tokens.weights[i]), 1.0});
-        for (const auto& turn : turns)
-            for (int bin = 0; bin < kBins; ++bin) sums_[bin].add(turn[bin]);
-    }
-
-    Sums all() const {
-        Sums sums{};
-        for (const Sums& bin : sums_) sums.add(bin);
-        return sums;
-    }
-
-    // Whether all tokens have the same logit.
-    bool is_flat() const { return is_flat_; }
-
-    // The bin in which the target is reached, or the last that measures anything; `before` grows by the bins before it.
-    int reach(Measure measure, double target, Sums& before) const {
-        int last = 0;
-        Sums here = before;
-        for (int bin = 0; bin < kBins && here.in(measure) < target; ++bin) {
-            if (sums_[bin].in(measure) == 0.0) continue;
-            last = bin, before = here;
-            here.add(sums_[bin]);
-        }
-        return last;
-    }
-
-private:
-    static constexpr int kBins = 256;
-    static constexpr int kTurns = 4;  // sums of a bin side by side, since neighbours are often in one bin
-    Sums sums_[kBins] = {};
-    bool is_flat_;
-};
-
-// Few tokens: in descending order of logits, equals as they were.
-void sort(Tokens& tokens) {
-    for (int64_t i = 1; i < tokens.count; ++i) {
-        const float logit = tokens.logits[i], weight = tokens.weights[i];
-        const int32_t id = tokens.ids[i];
-        int64_t to = i;
-        for (; to > 0 && tokens.logits[to - 1] < logit; --to) {
-            tokens.logits[to] = tokens.logits[to - 1], tokens.weights[to] = tokens.weights[to - 1];
-            tokens.ids[to] = tokens.ids[to - 1];
-        }
-        tokens.logits[to] = logit, tokens.weights[to] = weight, tokens.ids[to] = id;
-    }
-}
-
-// Finds places in the descending order of many tokens without sorting them: only the bin where a place must lie is
-// looked at again, in finer bins, until it has few tokens or equal ones.
-class Ranking {
-public:
-    Ranking(Tokens& all, Tokens& some, std::vector<int32_t>& places, Isa isa)
-        : all_(all), some_(some), places_(places), isa_(isa), bins_(all, isa) {}
-
-    // After all tokens.
-    Place end() const { return {bins_.all(), -1}; }
-
-    // The first place that reaches the target, which is above 0; or the last that adds to the measure.
-    Place reach(Measure measure, double target) {
-        Sums before{};
-        if (bins_.is_flat()) return walk(all_, measure, target, before);
-        take(all_, bins_.reach(measure, target, before));
-        while (some_.count > kFew) {
-            const Bins finer(some_, isa_);
-            if (finer.is_flat()) break;
-            take(some_, finer.reach(measure, target, before));
-        }
-        if (some_.count <= kFew) sort(some_);
-        return walk(some_, measure, target, before);
-    }
-
-private:
-    static constexpr int64_t kFew = 32;  // sorted by insertion
-
-    void take(const Tokens& from, int bin) {
-        some_.count = members_forms[isa_](from.bins.data(), from.count, bin, places_.data());
-        for (int64_t to = 0; to < some_.count; ++to) {
-            const int32_t i = places_[to];
-            some_.logits[to] = from.logits[i], some_.weights[to] = from.weights[i], some_.ids[to] = from.ids[i];
-        }
-    }
-
-    static Place walk(const Tokens& tokens, Measure measure, double target, const Sums& before) {
-        Place place{before, -1};
-        for (int64_t i = 0; i < tokens.count && place.sums.in(measure) < target; ++i) {
-            const Sums one{static_cast<double>(tokens.weights[i]), 1.0};
-            if (one.in(measure) == 0.0) continue;
-            place.sums.add(one);
-            place.id = tokens.ids[i];
-        }
-        return place;
-    }
-
-    Tokens& all_;
-    Tokens& some_;
-    std::vector<int32_t>& places_;
-    const Isa isa_;
-    const Bins bins_;
-};
 
 // Kept, so that its vectors need not grow again.
 struct Room {

@@ -1,0 +1,51 @@
+// The token with the largest score: logit / temperature + Gumbel noise (the Gumbel-max trick).
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "isa.h"
+#include "sample_types.h"
+
+namespace cue {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Where the kept tokens end: at this logit, and among its equals after this id.
+struct End {
+    float logit;
+    int64_t id;
+
+    bool keeps(float x, int64_t i) const { return x > logit || (x == logit && i <= id); }
+};
+
+constexpr End kNowhere{-kInfinity, std::numeric_limits<int64_t>::max()};  // all are kept
+
+// Finds the token with the largest score. Bounds of all scores are quickly had, and nearly none reaches the best score:
+// only what does is computed as it is defined.
+class Race {
+public:
+    // Without ids these are 0, 1, 2 and so on.
+    Race(const float* logits, const int32_t* ids, int64_t n, double temperature, const Heat& heat, Key key, Isa isa)
+        : logits_(logits), ids_(ids), n_(n), temperature_(temperature), heat_(heat), key_(key), isa_(isa) {}
+
+    int64_t winner(const End& end, std::vector<float>& peaks);
+
+private:
+    void search(int64_t run, const End& end);
+    void consider(float logit, int64_t id);
+
+    const float* const logits_;
+    const int32_t* const ids_;
+    const int64_t n_;
+    const double temperature_;
+    const Heat& heat_;
+    const Key key_;
+    const Isa isa_;
+    double best_ = 0.0;
+    int64_t winner_ = -1;
+    float wanted_ = -kInfinity;  // what a bound must reach
+};
+
+}  // namespace cue

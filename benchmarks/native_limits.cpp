@@ -104,7 +104,7 @@ int64_t limit_int8(int64_t times) {
 int64_t limit_float(int64_t times) {
     int64_t round = 0;
 #if CUE_X86
-    if (cue::isa() == cue::kPlain) return 0;
+    if (cue::isa() == cue::kPortable) return 0;
     cue::parallel(cue_threads(), [&](int task) {
         const int64_t operations = cue::isa() == cue::kAvx512 ? float_rounds_avx512(times) : float_rounds_avx2(times);
         if (task == 0) round = operations;

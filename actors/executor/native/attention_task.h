@@ -20,7 +20,7 @@ struct AttentionTask {
     float scale;                     // log2(e) times the caller's
     float* partial;                  // decodes of a part of the context: where its result goes, else null
     float* scratch;
-    const AttentionTask* following;  // of a decode: perhaps this thread's next one, or null
+    const AttentionTask* likely_next;  // of a decode: perhaps this thread's next one, or null
 };
 
 }  // namespace cue

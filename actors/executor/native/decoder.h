@@ -38,23 +38,23 @@ struct CueDecoder {
     float epsilon, scale;
 };
 
-// What a step computes: `slots.count` tokens, and logits after those at `draws`, which may be none.
+// What a step computes: `slots.count` tokens, and logits after those at `logit_rows`, which may be none.
 struct CueStep {
     const int64_t* token_ids;
     CueSlots slots;
     CueSequences sequences;
-    const int64_t* draws;
-    int32_t draw_count;
+    const int64_t* logit_rows;
+    int32_t logit_row_count;
 };
 
 // The parts of a step whose time is told.
-enum CuePart { CUE_EMBED, CUE_NORM, CUE_QKV, CUE_ROPE, CUE_ATTENTION, CUE_OUTPUT, CUE_MLP, CUE_HEAD, CUE_PARTS };
+enum CuePart { CUE_EMBED, CUE_NORM, CUE_QKV, CUE_ROPE, CUE_ATTENTION, CUE_OUTPUT, CUE_MLP, CUE_HEAD, CUE_PART_COUNT };
 
 // Bytes of scratch memory for steps of up to so many tokens.
-int64_t cue_decoder_bytes(const CueDecoder* decoder, int64_t tokens);
-// `logits` is [draws, vocabulary]; `best` the first largest of each row, or -1 where one is not finite. `scratch` lies
+int64_t cue_decoder_scratch_bytes(const CueDecoder* decoder, int64_t tokens);
+// `logits` is [draws, vocabulary]; `argmax` the first largest of each row, or -1 where one is not finite. `scratch` lies
 // on a cache line. `seconds` has CUE_PARTS entries, to which the time of each part is added, or is null. Returns 0, or
 // -1 where an id, a position, a slot or a table does not exist; then what the step's slots hold is not defined.
-int cue_decode(const CueDecoder* decoder, const CueStep* step, void* scratch, float* logits, int64_t* best,
+int cue_decode(const CueDecoder* decoder, const CueStep* step, void* scratch, float* logits, int64_t* argmax,
                double* seconds);
 }

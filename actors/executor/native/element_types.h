@@ -11,7 +11,7 @@ struct Bf16 {
 };
 constexpr uint16_t kBf16Nan = 0x7fc0;
 
-inline float widened(Bf16 x) {
+inline float bf16_to_float(Bf16 x) {
     const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
     float value;
     std::memcpy(&value, &bits, sizeof value);
@@ -19,13 +19,13 @@ inline float widened(Bf16 x) {
 }
 
 // To the nearest, ties to even.
-inline Bf16 narrowed(float value) {
+inline Bf16 float_to_bf16(float value) {
     if (value != value) return {kBf16Nan};
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
-enum Type { kFloat32 = 0, kBf16 = 1, kInt8 = 2 };
+enum ElementType { kFloat32 = 0, kBf16 = 1, kInt8 = 2 };
 
 }  // namespace cue

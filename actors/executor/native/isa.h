@@ -29,17 +29,17 @@
 #endif
 
 // A function compiled by itself, where inlining it everywhere would cost seconds of compile time and gain nothing.
-#define CUE_APART __attribute__((noinline))
+#define CUE_NOINLINE __attribute__((noinline))
 
 namespace cue {
 
-enum Isa { kPlain = 0, kAvx2 = 1, kAvx512 = 2 };
+enum Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 constexpr int kIsaCount = 3;
 
 // The form to use now. kAvx512 means F, BW, DQ, VL and VNNI together.
 Isa isa();
 // Whether AVX512-BF16 may be used beside kAvx512: one more step of the ladder, for what multiplies bfloat16.
-bool has_bf16();
+bool has_avx512_bf16();
 
 }  // namespace cue
 

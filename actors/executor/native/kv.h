@@ -8,7 +8,7 @@
 extern "C" {
 
 // Whether a pool of this kind should be paired: this machine multiplies pairs, and the sizes are whole registers.
-int cue_pairs(int32_t type, int32_t block_size, int32_t head_dim);
+int cue_kv_vnni_pairs(int32_t type, int32_t block_size, int32_t head_dim);
 
 // Both return 0, or -1 and do nothing if the pool makes no sense or a slot or a position does not exist.
 

@@ -6,30 +6,30 @@
 namespace cue {
 
 // What turns logits of one row into weights.
-struct Heat {
-    float most;                 // the largest logit
-    float least;                // differences to it below this have no weight
-    float factor;               // log2(e) / temperature
-    float octave, octave_rest;  // together the difference that halves a weight; the first has few bits
+struct SoftmaxScale {
+    float max_logit;                 // the largest logit
+    float min_difference;                // differences to it below this have no weight
+    float octaves_per_logit;               // log2(e) / temperature
+    float octave_high, octave_low;  // together the difference that halves a weight; the first has few bits
 };
 
 // What makes the noise of one row its own.
-struct Key {
+struct NoiseKey {
     uint32_t low, high;
 };
 
-inline uint32_t mixed(uint32_t x) {
+inline uint32_t lowbias32(uint32_t x) {
     x = (x ^ (x >> 16)) * 0x7feb352du;
     x = (x ^ (x >> 15)) * 0x846ca68bu;
     return x ^ (x >> 16);
 }
 
 // As in chance.py.
-inline uint32_t bits_of(Key key, uint32_t id) { return mixed(mixed(id + key.low) ^ key.high); }
+inline uint32_t noise_bits(NoiseKey key, uint32_t id) { return lowbias32(lowbias32(id + key.low) ^ key.high); }
 
-constexpr int kGroup = 16;  // numbers of which the largest is kept, to find the k-th largest of all
-constexpr int kRun = 256;   // tokens that are weighed or bounded in one go: they stay in the first cache
-constexpr int kLanes = 16;  // sums side by side, the same in every form
-constexpr int kLook = 64;   // numbers that are passed over together
+constexpr int kPeakGroup = 16;  // numbers of which the largest is kept, to find the k-th largest of all
+constexpr int kTokenRun = 256;   // tokens that are weighed or bounded in one go: they stay in the first cache
+constexpr int kSumLanes = 16;  // sums side by side, the same in every form
+constexpr int kSkipBlock = 64;   // numbers that are passed over together
 
 }  // namespace cue

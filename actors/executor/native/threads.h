@@ -12,8 +12,8 @@ void parallel(int tasks, void (*run)(void* context, int task), void* context);
 // The same for a lambda `void(int task)`.
 template <class Body>
 void parallel(int tasks, Body&& body) {
-    using Plain = std::remove_reference_t<Body>;
-    auto run = [](void* context, int task) { (*static_cast<Plain*>(context))(task); };
+    using Callable = std::remove_reference_t<Body>;
+    auto run = [](void* context, int task) { (*static_cast<Callable*>(context))(task); };
     parallel(tasks, run, const_cast<void*>(static_cast<const void*>(&body)));
 }
 

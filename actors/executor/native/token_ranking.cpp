@@ -3,20 +3,20 @@
 #include "sample_types.h"
 
 #define CUE_KERNEL "token_ranking_kernel.h"
-#include "each_isa.h"
+#include "foreach_isa.h"
 
 namespace cue {
 namespace {
 
-decltype(&plain::ends_row) const ends_forms[] = CUE_FORMS(ends_row);
-decltype(&plain::members_row) const members_forms[] = CUE_FORMS(members_row);
-decltype(&plain::bins_row) const bins_forms[] = CUE_FORMS(bins_row);
+decltype(&portable::min_max_row) const min_max_variants[] = CUE_ISA_VARIANTS(min_max_row);
+decltype(&portable::bin_members_row) const bin_members_variants[] = CUE_ISA_VARIANTS(bin_members_row);
+decltype(&portable::assign_bins_row) const assign_bins_variants[] = CUE_ISA_VARIANTS(assign_bins_row);
 
-constexpr int kTurns = 4;  // sums of a bin side by side, since neighbours are often in one bin
-constexpr int64_t kFew = 32;  // sorted by insertion
+constexpr int kReplicas = 4;  // sums of a bin side by side, since neighbours are often in one bin
+constexpr int64_t kInsertionSortMax = 32;  // sorted by insertion
 
 // Few tokens: in descending order of logits, equals as they were.
-void sort(Tokens& tokens) {
+void sort(TokenArrays& tokens) {
     for (int64_t i = 1; i < tokens.count; ++i) {
         const float logit = tokens.logits[i], weight = tokens.weights[i];
         const int32_t id = tokens.ids[i];
@@ -29,22 +29,22 @@ void sort(Tokens& tokens) {
     }
 }
 
-Place walk(const Tokens& tokens, Measure measure, double target, const Sums& before) {
-    Place place{before, -1};
-    for (int64_t i = 0; i < tokens.count && place.sums.in(measure) < target; ++i) {
-        const Sums one{static_cast<double>(tokens.weights[i]), 1.0};
-        if (one.in(measure) == 0.0) continue;
-        place.sums.add(one);
-        place.id = tokens.ids[i];
+RankedPrefix scan(const TokenArrays& tokens, Measure measure, double target, const RankSums& preceding) {
+    RankedPrefix prefix{preceding, -1};
+    for (int64_t i = 0; i < tokens.count && prefix.sums.of(measure) < target; ++i) {
+        const RankSums one{static_cast<double>(tokens.weights[i]), 1.0};
+        if (one.of(measure) == 0.0) continue;
+        prefix.sums.add(one);
+        prefix.id = tokens.ids[i];
     }
-    return place;
+    return prefix;
 }
 
 }  // namespace
 
-Bins::Bins(Tokens& tokens, Isa isa) {
+LogitHistogram::LogitHistogram(TokenArrays& tokens, Isa isa) {
     float low, high;
-    ends_forms[isa](tokens.logits.data(), tokens.count, &low, &high);
+    min_max_variants[isa](tokens.logits.data(), tokens.count, &low, &high);
     is_flat_ = low == high;
     if (is_flat_) {
         const double count = static_cast<double>(tokens.count);
@@ -52,49 +52,49 @@ Bins::Bins(Tokens& tokens, Isa isa) {
         return;
     }
     const double scale = (kBins - 1) / (static_cast<double>(high) - static_cast<double>(low));
-    bins_forms[isa](tokens.logits.data(), tokens.count, static_cast<double>(high), scale, tokens.bins.data());
-    Sums turns[kTurns][kBins] = {};
+    assign_bins_variants[isa](tokens.logits.data(), tokens.count, static_cast<double>(high), scale, tokens.bins.data());
+    RankSums replicas[kReplicas][kBins] = {};
     for (int64_t i = 0; i < tokens.count; ++i)
-        turns[i % kTurns][tokens.bins[i]].add({static_cast<double>(tokens.weights[i]), 1.0});
-    for (const auto& turn : turns)
-        for (int bin = 0; bin < kBins; ++bin) sums_[bin].add(turn[bin]);
+        replicas[i % kReplicas][tokens.bins[i]].add({static_cast<double>(tokens.weights[i]), 1.0});
+    for (const auto& replica : replicas)
+        for (int bin = 0; bin < kBins; ++bin) sums_[bin].add(replica[bin]);
 }
 
-Sums Bins::all() const {
-    Sums sums{};
-    for (const Sums& bin : sums_) sums.add(bin);
+RankSums LogitHistogram::all() const {
+    RankSums sums{};
+    for (const RankSums& bin : sums_) sums.add(bin);
     return sums;
 }
 
-int Bins::reach(Measure measure, double target, Sums& before) const {
+int LogitHistogram::reach(Measure measure, double target, RankSums& preceding) const {
     int last = 0;
-    Sums here = before;
-    for (int bin = 0; bin < kBins && here.in(measure) < target; ++bin) {
-        if (sums_[bin].in(measure) == 0.0) continue;
-        last = bin, before = here;
-        here.add(sums_[bin]);
+    RankSums reached = preceding;
+    for (int bin = 0; bin < kBins && reached.of(measure) < target; ++bin) {
+        if (sums_[bin].of(measure) == 0.0) continue;
+        last = bin, preceding = reached;
+        reached.add(sums_[bin]);
     }
     return last;
 }
 
-Place Ranking::reach(Measure measure, double target) {
-    Sums before{};
-    if (bins_.is_flat()) return walk(all_, measure, target, before);
-    take(all_, bins_.reach(measure, target, before));
-    while (some_.count > kFew) {
-        const Bins finer(some_, isa_);
+RankedPrefix TokenRanking::reach(Measure measure, double target) {
+    RankSums preceding{};
+    if (histogram_.is_flat()) return scan(all_, measure, target, preceding);
+    select_bin(all_, histogram_.reach(measure, target, preceding));
+    while (subset_.count > kInsertionSortMax) {
+        const LogitHistogram finer(subset_, isa_);
         if (finer.is_flat()) break;
-        take(some_, finer.reach(measure, target, before));
+        select_bin(subset_, finer.reach(measure, target, preceding));
     }
-    if (some_.count <= kFew) sort(some_);
-    return walk(some_, measure, target, before);
+    if (subset_.count <= kInsertionSortMax) sort(subset_);
+    return scan(subset_, measure, target, preceding);
 }
 
-void Ranking::take(const Tokens& from, int bin) {
-    some_.count = members_forms[isa_](from.bins.data(), from.count, bin, places_.data());
-    for (int64_t to = 0; to < some_.count; ++to) {
-        const int32_t i = places_[to];
-        some_.logits[to] = from.logits[i], some_.weights[to] = from.weights[i], some_.ids[to] = from.ids[i];
+void TokenRanking::select_bin(const TokenArrays& from, int bin) {
+    subset_.count = bin_members_variants[isa_](from.bins.data(), from.count, bin, positions_.data());
+    for (int64_t to = 0; to < subset_.count; ++to) {
+        const int32_t i = positions_[to];
+        subset_.logits[to] = from.logits[i], subset_.weights[to] = from.weights[i], subset_.ids[to] = from.ids[i];
     }
 }
 

@@ -11,16 +11,16 @@
 
 // One entry of each form, to be indexed by `isa()`.
 #if CUE_X86
-#define CUE_FORMS(name) {plain::name, avx2::name, avx512::name}
+#define CUE_ISA_VARIANTS(name) {portable::name, avx2::name, avx512::name}
 #else
-#define CUE_FORMS(name) {plain::name, plain::name, plain::name}
+#define CUE_ISA_VARIANTS(name) {portable::name, portable::name, portable::name}
 #endif
 
 namespace cue {
 namespace {
 
-namespace plain {
-#include "simd_plain.h"
+namespace portable {
+#include "simd_portable.h"
 #include "simd_common.h"
 #include CUE_KERNEL
 }  // namespace plain
@@ -35,7 +35,7 @@ namespace avx2 {
 CUE_TARGET_END
 
 // This form has registers of words.
-#define CUE_WORDS 1
+#define CUE_VNNI 1
 CUE_TARGET_AVX512
 namespace avx512 {
 #include "simd_avx512.h"
@@ -43,7 +43,7 @@ namespace avx512 {
 #include CUE_KERNEL
 }  // namespace avx512
 CUE_TARGET_END
-#undef CUE_WORDS
+#undef CUE_VNNI
 #endif
 
 }  // namespace

@@ -9,11 +9,7 @@ namespace {
 
 CUE_TARGET_BF16
 
-// Into the second-level cache: the first has no room for it.
-inline void prefetch(const uint8_t* address) {
-    _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(address) + 64, _MM_HINT_T1);
-}
+#include "linear_chains.h"
 
 // sums += w * the pair, in every lane. Not the intrinsic: compilers copy its sums from register to register. The
 // instruction itself repeats the pair: a register less under way for each row, so that more weights are.
@@ -26,57 +22,27 @@ inline void dot_accumulate(__m512& sums, __m512i w, const uint32_t& pair) {
 constexpr int kDoublePrefetchRows = 4;
 
 // One unit of x: R pairs, each times the pairs of 32 outputs.
-template <int R>
-inline void accumulate_unit(const uint8_t* x, const uint8_t* weights, __m512 (&sums)[R][2]) {
-    const __m512i w0 = _mm512_loadu_si512(weights), w1 = _mm512_loadu_si512(weights + 64);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-        const uint32_t& pair = reinterpret_cast<const uint32_t*>(x)[r];
-        dot_accumulate(sums[r][0], w0, pair);
-        dot_accumulate(sums[r][1], w1, pair);
+struct Bf16Unit {
+    template <int R>
+    static void prefetch(const uint8_t* address) {
+        prefetch_two_lines(address);
+        if (R <= kDoublePrefetchRows) prefetch_two_lines(address + 64);
     }
-}
-
-// vdpbf16ps takes 6 cycles: with few rows several units are summed apart, to have 8 sums under way or more.
-template <int R>
-void avx512_bf16(const TileArgs& tile, const uint8_t* weights) {
-    constexpr int kChains = R == 1 ? 4 : R <= 3 ? 2 : 1;
-    __m512 sums[kChains][R][2];
-#pragma GCC unroll 4
-    for (int u = 0; u < kChains; ++u)
+    template <int R>
+    static void accumulate(const uint8_t* x, const uint8_t* weights, __m512 (&sums)[R][2]) {
+        const __m512i w0 = _mm512_loadu_si512(weights), w1 = _mm512_loadu_si512(weights + 64);
 #pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) sums[u][r][0] = sums[u][r][1] = _mm512_setzero_ps();
-    const uint8_t* x = tile.x;
-    const uint8_t* prefetch_at = tile.prefetch_at;
-    const int64_t unit_stride = tile.unit_stride, prefetch_step = tile.prefetch_step;
-    const int64_t unrolled_units = tile.units - tile.units % kChains;
-    for (int64_t unit = 0; unit < unrolled_units; unit += kChains) {
-#pragma GCC unroll 4
-        for (int u = 0; u < kChains; ++u) {
-            prefetch(prefetch_at);
-            if (R <= kDoublePrefetchRows) prefetch(prefetch_at + 64);
-            accumulate_unit<R>(x, weights, sums[u]);
-            x += unit_stride;
-            weights += kPanelPairBytes;
-            prefetch_at += prefetch_step;
+        for (int r = 0; r < R; ++r) {
+            const uint32_t& pair = reinterpret_cast<const uint32_t*>(x)[r];
+            dot_accumulate(sums[r][0], w0, pair);
+            dot_accumulate(sums[r][1], w1, pair);
         }
     }
-    if (kChains > 1)
-        for (int64_t unit = unrolled_units; unit < tile.units; ++unit, x += unit_stride, weights += kPanelPairBytes)
-            accumulate_unit<R>(x, weights, sums[0]);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-        for (int u = 1; u < kChains; ++u)
-            for (int p = 0; p < 2; ++p) sums[0][r][p] = _mm512_add_ps(sums[0][r][p], sums[u][r][p]);
-        _mm512_storeu_ps(tile.y + r * tile.y_stride, sums[0][r][0]);
-        _mm512_storeu_ps(tile.y + r * tile.y_stride + 16, sums[0][r][1]);
-    }
-}
+};
 
-constexpr TileKernel kAvx512Bf16Kernels[] = {nullptr,      avx512_bf16<1>, avx512_bf16<2>,  avx512_bf16<3>, avx512_bf16<4>,
-                               avx512_bf16<5>,  avx512_bf16<6>, avx512_bf16<7>,  avx512_bf16<8>, avx512_bf16<9>,
-                               avx512_bf16<10>, avx512_bf16<11>, avx512_bf16<12>};
+constexpr TileKernel kAvx512Bf16Kernels[] = {nullptr,      sum_units<Bf16Unit, 1>, sum_units<Bf16Unit, 2>,  sum_units<Bf16Unit, 3>, sum_units<Bf16Unit, 4>,
+                               sum_units<Bf16Unit, 5>,  sum_units<Bf16Unit, 6>, sum_units<Bf16Unit, 7>,  sum_units<Bf16Unit, 8>, sum_units<Bf16Unit, 9>,
+                               sum_units<Bf16Unit, 10>, sum_units<Bf16Unit, 11>, sum_units<Bf16Unit, 12>};
 
 CUE_TARGET_END
 

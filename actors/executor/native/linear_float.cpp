@@ -13,9 +13,6 @@ inline float float_from_bits(uint32_t bits) {
     return value;
 }
 
-constexpr int kUnitBytes = kPanelOutputs * 4;
-static_assert(kUnitBytes == kPanelPairBytes, "a unit has a word for each output");
-
 // Inputs in a unit.
 template <WeightKind kKind>
 constexpr int kUnitInputs = kKind == kF32 ? 1 : 2;
@@ -111,11 +108,7 @@ CUE_TARGET_END
 
 CUE_TARGET_AVX512
 
-// Into the second-level cache: the first has no room for it.
-inline void prefetch(const uint8_t* address) {
-    _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(address) + 64, _MM_HINT_T1);
-}
+#include "linear_chains.h"
 
 template <WeightKind kKind>
 inline __m512 load16(const uint8_t* weights, int input) {
@@ -126,60 +119,31 @@ inline __m512 load16(const uint8_t* weights, int input) {
 }
 
 // One unit of x: R values or pairs, each times 32 weights or pairs.
-template <int R, WeightKind kKind>
-inline void accumulate_unit_avx512(const uint8_t* x, const uint8_t* weights, __m512 (&sums)[R][2]) {
+template <WeightKind kKind>
+struct FloatUnit {
+    template <int R>
+    static void prefetch(const uint8_t* address) {
+        prefetch_two_lines(address);
+    }
+    template <int R>
+    static void accumulate(const uint8_t* x, const uint8_t* weights, __m512 (&sums)[R][2]) {
 #pragma GCC unroll 2
-    for (int i = 0; i < kUnitInputs<kKind>; ++i) {
-        const __m512 w0 = load16<kKind>(weights, i), w1 = load16<kKind>(weights + 64, i);
+        for (int i = 0; i < kUnitInputs<kKind>; ++i) {
+            const __m512 w0 = load16<kKind>(weights, i), w1 = load16<kKind>(weights + 64, i);
 #pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) {
-            const __m512 value = _mm512_set1_ps(reinterpret_cast<const float*>(x)[r * kUnitInputs<kKind> + i]);
-            sums[r][0] = _mm512_fmadd_ps(w0, value, sums[r][0]);
-            sums[r][1] = _mm512_fmadd_ps(w1, value, sums[r][1]);
+            for (int r = 0; r < R; ++r) {
+                const __m512 value = _mm512_set1_ps(reinterpret_cast<const float*>(x)[r * kUnitInputs<kKind> + i]);
+                sums[r][0] = _mm512_fmadd_ps(w0, value, sums[r][0]);
+                sums[r][1] = _mm512_fmadd_ps(w1, value, sums[r][1]);
+            }
         }
     }
-}
-
-// An FMA takes 4 cycles: with few rows several units are summed apart, to have 8 sums under way.
-template <int R, WeightKind kKind>
-void avx512(const TileArgs& tile, const uint8_t* weights) {
-    constexpr int kChains = R == 1 ? 4 : R <= 3 ? 2 : 1;
-    __m512 sums[kChains][R][2];
-#pragma GCC unroll 4
-    for (int u = 0; u < kChains; ++u)
-#pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) sums[u][r][0] = sums[u][r][1] = _mm512_setzero_ps();
-    const uint8_t* x = tile.x;
-    const uint8_t* prefetch_at = tile.prefetch_at;
-    const int64_t unit_stride = tile.unit_stride, prefetch_step = tile.prefetch_step;
-    const int64_t unrolled_units = tile.units - tile.units % kChains;
-    for (int64_t unit = 0; unit < unrolled_units; unit += kChains) {
-#pragma GCC unroll 4
-        for (int u = 0; u < kChains; ++u) {
-            prefetch(prefetch_at);
-            accumulate_unit_avx512<R, kKind>(x, weights, sums[u]);
-            x += unit_stride;
-            weights += kUnitBytes;
-            prefetch_at += prefetch_step;
-        }
-    }
-    if (kChains > 1)
-        for (int64_t unit = unrolled_units; unit < tile.units; ++unit, x += unit_stride, weights += kUnitBytes)
-            accumulate_unit_avx512<R, kKind>(x, weights, sums[0]);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-        for (int u = 1; u < kChains; ++u)
-            for (int p = 0; p < 2; ++p) sums[0][r][p] = _mm512_add_ps(sums[0][r][p], sums[u][r][p]);
-        _mm512_storeu_ps(tile.y + r * tile.y_stride, sums[0][r][0]);
-        _mm512_storeu_ps(tile.y + r * tile.y_stride + 16, sums[0][r][1]);
-    }
-}
+};
 
 template <WeightKind k>
-constexpr TileKernel kAvx512Kernels[] = {nullptr,      avx512<1, k>, avx512<2, k>,  avx512<3, k>,  avx512<4, k>,
-                                     avx512<5, k>, avx512<6, k>, avx512<7, k>,  avx512<8, k>,  avx512<9, k>,
-                                     avx512<10, k>, avx512<11, k>, avx512<12, k>};
+constexpr TileKernel kAvx512Kernels[] = {nullptr,      sum_units<FloatUnit<k>, 1>, sum_units<FloatUnit<k>, 2>,  sum_units<FloatUnit<k>, 3>,  sum_units<FloatUnit<k>, 4>,
+                                     sum_units<FloatUnit<k>, 5>, sum_units<FloatUnit<k>, 6>, sum_units<FloatUnit<k>, 7>,  sum_units<FloatUnit<k>, 8>,  sum_units<FloatUnit<k>, 9>,
+                                     sum_units<FloatUnit<k>, 10>, sum_units<FloatUnit<k>, 11>, sum_units<FloatUnit<k>, 12>};
 
 CUE_TARGET_END
 

@@ -133,12 +133,6 @@ CUE_TARGET_END
 
 CUE_TARGET_AVX512
 
-// Into the second-level cache: the first has no room for it.
-inline void prefetch(const uint8_t* address) {
-    _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(address) + 64, _MM_HINT_T1);
-}
-
 // sums += codes * x, four bytes a lane. Not the intrinsic: compilers copy its sums from register to register.
 inline void dot_accumulate(__m512i& sums, __m512i codes, __m512i x) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(x));
@@ -206,7 +200,7 @@ void avx512(const TileArgs& tile, const uint8_t* panel) {
             accumulate_quad<R>(x + unit_stride, _mm512_and_si512(_mm512_srli_epi16(code_bytes0, 4), low_nibble),
                         _mm512_and_si512(_mm512_srli_epi16(code_bytes1, 4), low_nibble), sums);
             x += 2 * unit_stride;
-            prefetch(prefetch_at);
+            prefetch_two_lines(prefetch_at);
             prefetch_at += 2 * prefetch_step;
         }
         dequantize_group<R>(panel + kInt4CodeBytes, tile.scales + group / kGroupsPerSpan * tile.span_stride,

@@ -100,12 +100,6 @@ CUE_TARGET_END
 
 CUE_TARGET_AVX512
 
-// Into the second-level cache: the first has no room for it.
-inline void prefetch(const uint8_t* address) {
-    _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(address) + 64, _MM_HINT_T1);
-}
-
 // sums += w * x, four bytes a lane. Not the intrinsic: compilers copy its sums from register to register.
 inline void dot_accumulate(__m512i& sums, __m512i w, __m512i x) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(w), "v"(x));
@@ -139,7 +133,7 @@ void avx512(const TileArgs& tile, const uint8_t* panel) {
 #pragma GCC unroll 4
             for (int u = 0; u < kChains; ++u) {
                 const __m512i w0 = _mm512_loadu_si512(weights), w1 = _mm512_loadu_si512(weights + 64);
-                prefetch(prefetch_at);
+                prefetch_two_lines(prefetch_at);
 #pragma GCC unroll 6
                 for (int r = 0; r < R; ++r) {
                     int32_t quad;

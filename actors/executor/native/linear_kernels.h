@@ -24,6 +24,7 @@ constexpr int kQuadInputs = 4;
 // Bytes of a row's two bfloat16 values, and of those of a panel.
 constexpr int kBf16PairBytes = 4;
 constexpr int kPanelPairBytes = kPanelOutputs * kBf16PairBytes;
+constexpr int kUnitBytes = kPanelPairBytes;
 constexpr int kQuadsPerGroup = kGroupInputs / kQuadInputs;
 constexpr int kQuadsPerSpan = kSpanInputs / kQuadInputs;
 
@@ -130,6 +131,14 @@ struct TileArgs {
     const uint8_t* prefetch_at;  // memory wanted next: with every unit two cache lines are prefetched there,
     int64_t prefetch_step;    // so many bytes further each time
 };
+
+#if CUE_X86
+// Prefetch two cache lines into the second-level cache: the first-level cache has no room for them.
+inline void prefetch_two_lines(const uint8_t* address) {
+    _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(address) + 64, _MM_HINT_T1);
+}
+#endif
 
 using TileKernel = void (*)(const TileArgs& tile, const uint8_t* panel);
 

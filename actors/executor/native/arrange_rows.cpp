@@ -1,4 +1,6 @@
-// Rows that are not quantized, in the order in which kernels read them: float32 as it is, or rounded to bfloat16.
+// Rows of x in the order in which the kernels for float weights read them: blocks of up to 12 rows, unit after unit,
+// row after row within a unit (`ArrangedRows`). Values stay float32, or become pairs of bfloat16 where AVX512-BF16
+// multiplies them.
 #include "linear_kernels.h"
 
 #include <cstring>
@@ -8,10 +10,10 @@
 namespace cue {
 namespace {
 
-// Fewer values than this are arranged sooner by the caller than by waking the others.
+// Up to this many values the caller arranges all rows itself: waking the other threads takes longer.
 constexpr int64_t kSingleThreadValues = 8192;
 
-// In a unit kEach values of every row of a block lie together, zeros behind the last ones.
+// One block as float32: each unit holds kUnitInputs values of each of `size` rows, and zeros pad the last unit.
 template <int kUnitInputs>
 void arrange_block(const float* x, int64_t stride, int size, int64_t inputs, void* block) {
     const int64_t whole = inputs / kUnitInputs, rest = inputs % kUnitInputs;
@@ -27,7 +29,7 @@ void arrange_block(const float* x, int64_t stride, int size, int64_t inputs, voi
 
 CUE_TARGET_BF16
 
-// As above, pairs rounded to the nearest bfloat16, ties to even.
+// One block as bfloat16: as `arrange_block<2>`, with values rounded to nearest, ties to even.
 void arrange_block_bf16(const float* x, int64_t stride, int size, int64_t inputs, void* block) {
     constexpr int kInputsAtOnce = 32;
     for (int r = 0; r < size; ++r, x += stride) {

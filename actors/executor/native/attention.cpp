@@ -1,3 +1,7 @@
+// Attention over the paged pool: splits a step into tasks for the threads and combines what split decodes return.
+//
+// A decode (one query token) is one task per KV head, or several that each read a part of the context (as in
+// Flash-Decoding). A chunk of prefill is one task per KV head and tile of query tokens.
 #include "attention.h"
 
 #include <algorithm>
@@ -13,11 +17,11 @@
 namespace cue {
 namespace {
 
-constexpr int kTileQueries = 32;   // query tokens per tile: keys and values are fetched once for all of them
-constexpr int kTilesPerThread = 4; // fewer tiles than this and they are made smaller
+constexpr int kTileQueries = 32;   // query tokens per tile: keys and values are read once for all of them
+constexpr int kTilesPerThread = 4; // below this many tiles per thread, tiles are halved
 constexpr int kTileQueriesMin = 4;
-constexpr int64_t kPartTokensMin = 128;  // context tokens in a part of a split decode, at least
-constexpr int64_t kPartTokensMax = 1024; // and about at most, where there are several threads
+constexpr int64_t kPartTokensMin = 128;  // minimum context tokens in a part of a split decode
+constexpr int64_t kPartTokensMax = 1024; // and the approximate maximum, where there are several threads
 constexpr int kPartsPerThread = 4;
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr size_t kCacheLine = 64;
@@ -27,7 +31,7 @@ decltype(&portable::attend_tile) const tile_variants[] = CUE_ISA_VARIANTS(attend
 decltype(&portable::decode_scratch_floats) const decode_scratch_variants[] = CUE_ISA_VARIANTS(decode_scratch_floats);
 decltype(&portable::tile_scratch_floats) const tile_scratch_variants[] = CUE_ISA_VARIANTS(tile_scratch_floats);
 
-// Memory that a thread keeps: it grows at the first calls and is then there.
+// A buffer that grows and never shrinks, one per thread and use.
 class ScratchBuffer {
 public:
     ~ScratchBuffer() { std::free(data_); }
@@ -37,7 +41,7 @@ public:
             const size_t bytes = (floats * sizeof(float) + kCacheLine - 1) / kCacheLine * kCacheLine;
             data_ = static_cast<float*>(std::aligned_alloc(kCacheLine, bytes));
             size_ = data_ == nullptr ? 0 : floats;
-            if (data_ == nullptr) std::abort();  // some hundred kilobytes: nothing would work any more
+            if (data_ == nullptr) std::abort();  // a few hundred kilobytes: no later call could work either
         }
         return data_;
     }
@@ -49,15 +53,15 @@ private:
 
 thread_local ScratchBuffer kernel_scratch;
 
-// One task: a part of a decode's context, or a tile of a chunk, each for one KV head.
+// One task: a part of a decode's context, or a tile of a chunk's query tokens, for one KV head.
 struct WorkItem {
     int sequence, kv_head;
     int64_t begin, end;  // context tokens
-    int first, queries;  // query tokens from `first` of the sequence on
-    int part;            // of a split decode, counted over the call; else -1
+    int first, queries;  // query tokens, `first` counted from the sequence's own first one
+    int part;            // of a split decode: index among all parts of the call; else -1
 };
 
-// Decodes whose parts are to be put together.
+// A decode in `parts` parts, whose results begin at index `part`.
 struct SplitDecode {
     int sequence, kv_head, part, parts;
 };
@@ -96,16 +100,16 @@ bool is_valid_call(const AttentionCall& call) {
     return true;
 }
 
-// Where part `part` of a context begins: whole registers of tokens before it.
+// First context token of `part`: a multiple of kPairsPerRegister, except for the end of the last part.
 int64_t part_begin(int64_t length, int part, int parts) {
     return part == parts ? length : length * part / parts / kPairsPerRegister * kPairsPerRegister;
 }
 
-// `parts_wanted` is 0 where there is one thread.
+// `parts_wanted` is 0 with one thread.
 void plan_decode(const AttentionCall& call, int i, int parts_wanted, Plan& plan) {
     const int64_t length = call.sequences.context_lengths[i];
     const int64_t parts_max = std::max<int64_t>(1, length / kPartTokensMin);
-    // Long ones always come in parts, for even among many tasks one of them would be the last to end.
+    // Long contexts are split even among many tasks: an unsplit one would be the last task to end.
     const int64_t parts_min = std::max<int64_t>(1, parts_wanted == 0 ? 1 : length / kPartTokensMax);
     const int parts = static_cast<int>(std::max(parts_min, std::min<int64_t>(parts_wanted, parts_max)));
     for (int head = 0; head < call.kv.kv_heads; ++head) {
@@ -139,7 +143,7 @@ void make_plan(const AttentionCall& call, Plan& plan) {
     while (tile > kTileQueriesMin && queries * kv_heads / tile < int64_t{kTilesPerThread} * threads) tile /= 2;
     for (int i = 0; i < call.sequences.count; ++i)
         call.query_count(i) == 1 ? plan_decode(call, i, parts, plan) : plan_chunk(call, i, tile, plan);
-    // The longest first, so that no thread is left with a long one at the end.
+    // Longest tasks first, so that no thread begins a long one at the end.
     std::sort(plan.items.begin(), plan.items.end(), [](const WorkItem& a, const WorkItem& b) {
         return (a.end - a.begin) * a.queries > (b.end - b.begin) * b.queries;
     });
@@ -171,7 +175,7 @@ void run_item(const AttentionCall& call, const Plan& plan, int i, float* parts) 
     }
     if (item.part >= 0) task.partial = parts + int64_t{item.part} * group * (n + 2);
     task.scratch = kernel_scratch.reserve(decode_scratch_variants[chosen_isa](n));
-    // Threads take pieces in turns.
+    // With similar tasks a thread's next item is about `cue_threads()` items further on.
     const size_t next = static_cast<size_t>(i + cue_threads());
     if (next < plan.items.size() && is_decode(plan.items[next])) {
         likely_next = make_task(call, plan.items[next]);
@@ -180,7 +184,7 @@ void run_item(const AttentionCall& call, const Plan& plan, int i, float* parts) 
     decode_variants[chosen_isa](task);
 }
 
-// Each part is, per query head: its maximum, its sum of weights, and its weighted values.
+// Write the output of a split decode. Per query head a part is: maximum score, sum of weights, weighted sum of values.
 void combine_parts(const AttentionCall& call, const SplitDecode& split, const float* parts) {
     const int n = call.kv.head_dim, group = call.group(), size = n + 2;
     float* row = call.out + call.sequences.starts[split.sequence] * call.out_stride + split.kv_head * group * n;
@@ -205,7 +209,7 @@ extern "C" int cue_attend(const CueKv* kv, const CueSequences* sequences, const 
                           int64_t out_stride, int32_t heads, float scale) {
     const cue::AttentionCall call{*kv, *sequences, q, q_stride, out, out_stride, heads, scale};
     if (!cue::is_valid_call(call)) return -1;
-    thread_local cue::Plan plan;  // kept, so that its vectors need not grow again
+    thread_local cue::Plan plan;  // keeps the capacity of its vectors between calls
     thread_local cue::ScratchBuffer partials_buffer;
     cue::make_plan(call, plan);
     float* const parts = partials_buffer.reserve(static_cast<size_t>(plan.parts) * call.group() * (kv->head_dim + 2));

@@ -1,8 +1,9 @@
-// Included by attention_kernel.h: how one query token attends to a paired pool by products of words, keys and values as
-// they lie there; P says what they stand for.
+// Requires attention_vnni_groups.h. Included by attention_kernel.h: attention of one query token to a pool of VNNI
+// pairs. Keys and values are read as stored; `Dot` (vnni_dot.h) says how pairs are multiplied.
 static_assert(kSegmentTokens == kGroupsPerSegment * W, "a segment is a run of groups");
 
-// scores[h * kSegment + t] for N groups of tokens; `pair_stride` numbers from pair to pair of a token's dimensions.
+// scores[h * kSegmentTokens + t] = q[h] . keys[t] for N groups of tokens, before scales. `pair_stride` is the distance
+// in values between neighbouring pairs of a token's dimensions.
 template <class Dot, int G, int N>
 inline void score_groups(const TokenGroups<Dot>& groups, const TokenGroups<Dot>& next, float* q, int n, int pair_stride, float* scores) {
     typename Dot::Accumulator sum[G][N];
@@ -29,14 +30,15 @@ inline void score_groups(const TokenGroups<Dot>& groups, const TokenGroups<Dot>&
         for (int g = 0; g < N; ++g) store(scores + h * kSegmentTokens + g * W, Dot::to_floats(sum[h][g]));
 }
 
-// sums[h] += weights[h] of two tokens times their values, N registers of pairs.
+// sum[h] += weights[h][t] * values[t] + weights[h][t + 1] * values[t + 1] over N registers of pairs; without
+// kBothTokens only the first product.
 template <class Dot, int G, int N, bool kBothTokens>
 inline void accumulate_pair(const typename Dot::Stored* values, float* weights, int t, typename Dot::Accumulator (&sum)[G][N]) {
     Lanes16 value[N];
 #pragma GCC unroll 4
     for (int c = 0; c < N; ++c) {
         value[c] = Dot::load(values + c * kLanes16);
-        // What nobody has written may be NaN, which no weight of 0 takes away.
+        // An unwritten value may be NaN, and NaN times a weight of 0 is NaN.
         if (!kBothTokens) value[c] = _mm512_and_si512(value[c], _mm512_set1_epi32(0xffff));
     }
 #pragma GCC unroll 4
@@ -47,7 +49,8 @@ inline void accumulate_pair(const typename Dot::Stored* values, float* weights, 
     }
 }
 
-// out[h] = out[h] * shrink[h] + scales[h] * the sum of weights[h][t] * values[t], dimensions from `i` on.
+// out[h] = out[h] * rescale[h] + scales[h] * (sum over t of weights[h][t] * values[t]), N registers of dimensions from
+// `i` on.
 template <class Dot, int G, int N>
 inline void accumulate_groups(const TokenGroups<Dot>& groups, const TokenGroups<Dot>& next, float* weights, const float* scales,
                        const float* rescale, float* out, int n, int i) {
@@ -74,7 +77,7 @@ inline void accumulate_groups(const TokenGroups<Dot>& groups, const TokenGroups<
         }
 }
 
-// How `attend_heads` multiplies words.
+// Policy of `attend_heads` for VNNI pairs.
 template <class Dot, int G>
 struct VnniDecode {
     using Tokens = TokenGroups<Dot>;
@@ -111,7 +114,7 @@ struct VnniDecode {
     }
 
 private:
-    // Behind the last token there may be any scale.
+    // values[t] *= scales[t] * factor; 0 behind the last token, where the scale is undefined.
     static void multiply_by_scales(const Tokens& groups, const float* scales, float factor, float* values) {
         for (int g = 0; g * W < groups.count; ++g) {
             const F scale = mul(load(scales + groups.token_index[g]), broadcast(factor));

@@ -1,11 +1,14 @@
-// Requires attention_task.h. Included by foreach_isa.h: one query token against a context, keys and values read once for all
-// heads of a group.
+// Requires attention_task.h. Included by foreach_isa.h: attention of one query token (decode) to its context, with a
+// running (online) softmax (Milakov and Gimelshein 2018). Keys and values are read once for up to kHeadsPerPass query
+// heads that share a KV head.
 
-// Asks for memory before it is needed: the runs of a table lie apart, where no processor would guess them.
+// Prefetch `count` values. Neighbouring tokens of a block table lie in distant blocks, which no hardware prefetcher
+// predicts.
 template <class T>
 inline void prefetch(const T* data, int count) {
     const char* bytes = reinterpret_cast<const char*>(data);
-    // Into the second cache: measured, memory gives half as much again or more than when the first one asks.
+    // Into the second-level cache. Measured: memory throughput is 1.5 times that of prefetching into the first level,
+    // or more.
     for (int i = 0; i < count * static_cast<int>(sizeof(T)); i += 64) __builtin_prefetch(bytes + i, 0, 2);
 }
 
@@ -15,18 +18,19 @@ inline void prefetch(const T* data, int count) {
 #endif
 #include "attention_tile.h"
 
-constexpr int kInterleavedTokens = kRegisters / 8;  // tokens whose dot products run side by side
-constexpr int kSegmentTokens = 64;               // tokens between two looks at the running maximum
+constexpr int kInterleavedTokens = kRegisters / 8;  // independent dot products, to hide the latency of FMA
+constexpr int kSegmentTokens = 64;               // tokens per step of the running softmax
 constexpr int kHeadsPerPass = 4;               // query heads per pass over the context
 
-// Where some tokens lie. Behind the last one it stands again and again: never a row that is not ours to read.
+// Pointers to the keys and values of kSegmentTokens tokens. Entries behind `count` repeat the last token, so that every
+// pointer may be read.
 template <class T>
 struct Segment {
     int count;
     const T* keys[kSegmentTokens];
     const T* values[kSegmentTokens];
-    int64_t token_index[kSegmentTokens];  // of the token's scales
-    bool scales_contiguous[kSegmentTokens / W];  // whether the scales of so many tokens lie side by side
+    int64_t token_index[kSegmentTokens];  // position in the pool, counted in tokens of one head
+    bool scales_contiguous[kSegmentTokens / W];  // whether W neighbouring tokens lie side by side
 };
 
 template <class T>
@@ -72,7 +76,7 @@ inline void multiply_by_scales(float* values, const float* scales, const Segment
     }
 }
 
-// sum[h][t] += q[h] . keys[t] over one register of a head, lane by lane.
+// sum[h][t] += q[h] * key[t], lane by lane, for one register of dimensions.
 template <int G>
 inline void accumulate_dots(const float* q, int padded, const F (&key)[kInterleavedTokens], F (&sum)[G][kInterleavedTokens]) {
     for (int h = 0; h < G; ++h) {
@@ -81,7 +85,7 @@ inline void accumulate_dots(const float* q, int padded, const F (&key)[kInterlea
     }
 }
 
-// scores[h * kSegment + t] for the tokens of a segment; what stands behind them counts for nothing.
+// scores[h * kSegmentTokens + t] = q[h] . keys[t], before scales. Entries behind the last token are undefined.
 template <class T, int G>
 CUE_NOINLINE void score_segment(const Segment<T>& segment, const float* q, int padded, int n, float* scores) {
     const int full = n / W * W;
@@ -108,8 +112,8 @@ CUE_NOINLINE void score_segment(const Segment<T>& segment, const float* q, int p
     }
 }
 
-// out[h] = out[h] * shrink[h] + sum of weights[h][t] * values[t] over N registers of the head from `i` on. `last` is
-// how many numbers of the last register are the head's.
+// out[h] = out[h] * rescale[h] + (sum over t of weights[h][t] * values[t]), N registers of dimensions from `i` on.
+// Without kFullRegisters the register has `tail_lanes` dimensions.
 template <class T, int G, int N, bool kFullRegisters>
 inline void accumulate_values(const Segment<T>& segment, const Segment<T>& next, const float* weights, const float* rescale,
                        float* out, int padded, int i, int tail_lanes) {
@@ -141,7 +145,8 @@ CUE_NOINLINE void accumulate_all_values(const Segment<T>& segment, const Segment
     if (i < n) accumulate_values<T, G, 1, false>(segment, next, weights, rescale, out, padded, i, n - i);
 }
 
-// One step of the running softmax: scores become weights; returns what the earlier weights must be multiplied by.
+// One step of the running softmax: turns `count` scores into weights relative to the new maximum, and returns the
+// factor by which sums with earlier weights are to be multiplied.
 CUE_NOINLINE float softmax_step(float* scores, int count, float& running_max, float& running_sum) {
     F high = broadcast(running_max);
     for (int t = 0; t < count; t += W) {
@@ -161,7 +166,7 @@ CUE_NOINLINE float softmax_step(float* scores, int count, float& running_max, fl
     return rescale;
 }
 
-// How `attend_heads` multiplies, in floats.
+// Policy of `attend_heads` for rows of keys and values, multiplied in float32.
 template <class T, int G>
 struct FloatDecode {
     using Tokens = Segment<T>;
@@ -185,7 +190,7 @@ struct FloatDecode {
 #include "attention_decode_vnni.h"
 #endif
 
-// G heads from `head` of the group on.
+// Attention for query heads `head` to `head + G - 1` of the group.
 template <int G, class Policy>
 void attend_heads(const AttentionTask& task, int head) {
     const int n = task.kv->head_dim, padded = (n + W - 1) / W * W;
@@ -201,7 +206,7 @@ void attend_heads(const AttentionTask& task, int head) {
             store(out + h * padded + i, zero());
         }
     }
-    // What comes after the context: it again for the next heads, or what the thread is likely to do next.
+    // Prefetched at the end of the context: its beginning, for the next heads, or the thread's likely next task.
     const AttentionTask& likely_next = head + G < task.group || task.likely_next == nullptr ? task : *task.likely_next;
     Policy policy;
     typename Policy::Tokens segments[2];
@@ -261,7 +266,7 @@ void attend_decode(const AttentionTask& task) {
     }
 }
 
-// Floats that `attend_decode` and `attend_tile` need.
+// Scratch floats for `attend_decode`.
 size_t decode_scratch_floats(int head_dim) {
     return static_cast<size_t>(kHeadsPerPass) * (2 * ((head_dim + W - 1) / W * W) + kSegmentTokens);
 }

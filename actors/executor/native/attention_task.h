@@ -1,4 +1,4 @@
-// One task of an attention call, as the kernels of every instruction set take it.
+// The arguments of the attention kernels for one task.
 #pragma once
 
 #include <cstdint>
@@ -7,20 +7,20 @@
 
 namespace cue {
 
-// What a form's kernels need of one task; `table` is the sequence's own.
+// One KV head of one sequence: a decode, or a tile of query tokens.
 struct AttentionTask {
     const CueKv* kv;
     const int64_t* table;
-    const float* q;  // of the first query head of the KV head, at the first query token
+    const float* q;  // first query head of the KV head, first query token
     float* out;
     int64_t q_stride, out_stride;
     int kv_head, group;              // group: query heads per KV head
-    int64_t begin, end;              // context tokens to attend to (tiles: as the last query sees)
-    int queries;                     // tiles: query tokens, of which the last sees up to `end`
-    float scale;                     // log2(e) times the caller's
-    float* partial;                  // decodes of a part of the context: where its result goes, else null
+    int64_t begin, end;              // context tokens to attend to; of a tile: those that its last query sees
+    int queries;                     // of a tile: query tokens, the last of which is context token end - 1
+    float scale;                     // the caller's, times log2(e)
+    float* partial;                  // of a part of a decode: [group, 2 + head_dim] result; else null
     float* scratch;
-    const AttentionTask* likely_next;  // of a decode: perhaps this thread's next one, or null
+    const AttentionTask* likely_next;  // of a decode: a task to prefetch for, or null
 };
 
 }  // namespace cue

@@ -1,27 +1,30 @@
-// Included by attention_kernel.h: a tile of query tokens against the context, a tile of keys at a time. A row is one
-// query token of one query head; all rows of a tile share a KV head.
+// Requires attention_task.h. Included by attention_kernel.h: attention of a tile of query tokens (prefill), in tiles of
+// keys with a running softmax (FlashAttention, Dao et al. 2022). A row is one query token of one query head; all rows
+// of a tile share a KV head.
 
-constexpr int kMicroRows = kRegisters == 32 ? 6 : 3;  // rows per micro-kernel: kRows * kWide sums live in registers
-constexpr int kMicroRegisters = 4;                         // registers per micro-kernel
-constexpr int kTileKeys = kMicroRegisters * W;                 // keys per tile
+// A micro-kernel has kMicroRows * kMicroRegisters sums in registers.
+constexpr int kMicroRows = kRegisters == 32 ? 6 : 3;
+constexpr int kMicroRegisters = 4;  // per row
+constexpr int kTileKeys = kMicroRegisters * W;                 // context tokens per tile of keys
 
-// Memory of one tile, all rows padded with zeros to whole registers and to a whole number of micro-kernels.
+// Scratch memory of one tile. Rows are padded with zeros to whole registers, and the number of rows to whole
+// micro-kernels.
 struct QueryTile {
     int rows, rows_padded, n, padded;
     float* q;       // [rows, padded], scaled
-    float* out;     // [rows, padded], not yet divided
-    float* weights; // [rows, kKeys]
-    float* keys;    // [padded, kKeys]: dimension by dimension
-    float* values;  // [kKeys, padded]
+    float* out;     // [rows, padded], not yet divided by the sum of weights
+    float* weights; // [rows, kTileKeys]: scores, then weights
+    float* keys;    // [padded, kTileKeys]: transposed
+    float* values;  // [kTileKeys, padded]
     float* running_max;    // [rows]
-    float* running_sum;   // [rows, W]: one sum for each lane
+    float* running_sum;   // [rows, W]: a sum per lane
     float* rescale;  // [rows]
-    // By words:
-    float* vnni_scales;                    // of the rows of q, [rows]; of keys, [kKeys]; of values, [kKeys]
+    // Used with VNNI pairs only:
+    float* vnni_scales;                    // of q [rows], of keys [kTileKeys], of values [kTileKeys]
     float* weight_scales;             // [rows]
-    const void* key_groups[kMicroRegisters];    // where each W keys lie, as pairs of dimensions
-    int64_t key_pair_stride;                 // so many numbers from pair to pair
-    const void* value_groups[kMicroRegisters];  // where each W values lie, as pairs of tokens
+    const void* key_groups[kMicroRegisters];    // W keys each, in pairs of dimensions
+    int64_t key_pair_stride;                 // distance in values between neighbouring pairs
+    const void* value_groups[kMicroRegisters];  // W values each, in pairs of tokens
 };
 
 inline size_t lay_out(QueryTile& tile, int rows, int n, float* scratch) {
@@ -57,7 +60,7 @@ inline void load_queries(const AttentionTask& task, QueryTile& tile) {
     }
 }
 
-// Keys transposed and values as floats, `count` of them; zeros behind them, for what lies there may be NaN.
+// Copy `count` keys (transposed) and values as float32. Zeros follow them: unwritten memory may hold NaN.
 template <class T>
 CUE_NOINLINE void load_keys_values(const AttentionTask& task, int64_t begin, int count, QueryTile& tile) {
     const CueKv& kv = *task.kv;
@@ -91,7 +94,7 @@ CUE_NOINLINE void load_keys_values(const AttentionTask& task, int64_t begin, int
         }
 }
 
-// A product of kRows rows of `left` [kRows, depth] with `right` [depth, N registers].
+// sum += left [kMicroRows, depth] @ right [depth, N registers].
 template <int N>
 inline void multiply_rows(const float* left, int left_stride, const float* right, int right_stride, int depth,
                      F (&sum)[kMicroRows][N]) {
@@ -115,7 +118,8 @@ inline void score_rows(QueryTile& tile, int row) {
         for (int c = 0; c < N; ++c) store(tile.weights + (row + r) * kTileKeys + c * W, sum[r][c]);
 }
 
-// The running softmax of one row that sees the first `visible` keys of the tile, perhaps nsingle.
+// One step of the running softmax for row r, which sees the first `visible` keys of the tile, or none if that is not
+// positive.
 inline void softmax_row(QueryTile& tile, int r, int64_t visible) {
     float* const scores = tile.weights + r * kTileKeys;
     F lanes[kMicroRegisters], high = broadcast(tile.running_max[r]);
@@ -128,7 +132,7 @@ inline void softmax_row(QueryTile& tile, int r, int64_t visible) {
     const float new_max = lane_max(high);
     F step_sum = zero();
     for (int c = 0; c < kMicroRegisters; ++c) {
-        lanes[c] = exp2(sub(lanes[c], broadcast(new_max)));  // 0 where nothing is seen
+        lanes[c] = exp2(sub(lanes[c], broadcast(new_max)));  // 0 for keys that the row does not see
         store(scores + c * W, lanes[c]);
         step_sum = add(step_sum, lanes[c]);
     }
@@ -163,7 +167,7 @@ inline void load_keys_values_as(const AttentionTask& task, int64_t begin, int co
     }
 }
 
-// How a tile multiplies, in floats.
+// Policy of `attend_queries` for float32.
 struct FloatTile {
     static void begin(QueryTile&) {}
     static void load_keys_values(const AttentionTask& task, int64_t begin, int count, QueryTile& tile) {
@@ -177,7 +181,8 @@ struct FloatTile {
     static void accumulate(QueryTile& tile, int count, int row) { accumulate_rows(tile, count, row); }
 };
 
-// One step of kRows rows. Row r sees the first seen(r) keys of the tile, later rows never fewer.
+// One tile of keys for kMicroRows rows. Row r sees the first visible(r) keys of the tile; visible(r) does not decrease
+// with r.
 template <class Policy, class Visible>
 inline void process_rows(QueryTile& tile, int count, int row, Visible visible) {
     const int64_t visible_max = visible(row + kMicroRows - 1);
@@ -192,7 +197,7 @@ inline void process_rows(QueryTile& tile, int count, int row, Visible visible) {
     Policy::accumulate(tile, needed, row);
 }
 
-// Returns whether what it stores is finite.
+// Divide by the sums of weights and store. Returns whether all results are finite.
 inline bool store_output(const AttentionTask& task, QueryTile& tile) {
     F nonfinite = zero();
     for (int r = 0; r < tile.rows; ++r) {
@@ -211,7 +216,7 @@ inline bool store_output(const AttentionTask& task, QueryTile& tile) {
 #include "attention_tile_vnni.h"
 #endif
 
-// As `store_output`.
+// Returns whether all results are finite.
 template <class Policy>
 inline bool attend_queries(const AttentionTask& task) {
     QueryTile tile;
@@ -222,7 +227,7 @@ inline bool attend_queries(const AttentionTask& task) {
         const int count = static_cast<int>(task.end - begin < kTileKeys ? task.end - begin : kTileKeys);
         Policy::load_keys_values(task, begin, count, tile);
         const auto visible = [&](int r) {
-            // The rows of padding see what the last query sees.
+            // Rows of padding see what the last query sees.
             const int query = (r < tile.rows ? r : tile.rows - 1) / task.group;
             return task.end - task.queries + query + 1 - begin;
         };
@@ -231,8 +236,8 @@ inline bool attend_queries(const AttentionTask& task) {
     return store_output(task, tile);
 }
 
-// A value that is not finite spoils all rows of a tile, for no weight of 0 takes it away. Then every query is looked at
-// by itself, up to the first that sees single.
+// A value that is not finite makes all rows of a tile NaN, since 0 * NaN is NaN. In that case each query is computed
+// alone, up to the first one that sees such a value.
 template <class Policy>
 inline void attend_tile_with(const AttentionTask& task) {
     if (attend_queries<Policy>(task)) return;

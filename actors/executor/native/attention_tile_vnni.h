@@ -1,16 +1,16 @@
-// Included by attention_tile.h: how a tile attends by products of words; P says what they stand for. Pairs of words
-// stand where floats of the other way stand: q and weights in the front half of their rows, keys as pairs of
-// dimensions, values as pairs of tokens.
+// Requires attention_vnni_groups.h. Included by attention_tile.h: a tile of query tokens multiplied as pairs of 16-bit
+// lanes; `Dot` (vnni_dot.h) says how. Arrays of `QueryTile` hold pairs in place of floats: rows of q and weights use
+// the front half of their memory, keys are pairs of dimensions, values pairs of tokens.
 static_assert(kTileKeys == kGroupsPerSegment * W, "a tile of keys is a run of groups");
 
-// Of int8: the scales of the keys and values that were fetched.
+// int8 only: scales of the loaded keys and values.
 inline float* key_scales(QueryTile& tile) { return tile.vnni_scales + tile.rows_padded; }
 inline float* value_scales(QueryTile& tile) { return key_scales(tile) + kTileKeys; }
 
 inline Lanes16 as_lanes16(F bits) { return _mm512_castps_si512(bits); }
 inline F as_floats(Lanes16 lanes) { return _mm512_castsi512_ps(lanes); }
 
-// Where the keys and values of a paired pool lie; what lies there behind `count` is not to be used.
+// Point the tile at keys and values in a pool of VNNI pairs. Entries behind `count` are undefined.
 template <class Dot>
 CUE_NOINLINE void locate_pairs(const AttentionTask& task, int64_t begin, int count, QueryTile& tile) {
     TokenGroups<Dot> groups;
@@ -26,7 +26,7 @@ CUE_NOINLINE void locate_pairs(const AttentionTask& task, int64_t begin, int cou
 }
 
 #if CUE_X86_BF16
-// Pairs of the bfloat16 of a pool that is not paired, zeros behind `count` of them.
+// Make VNNI pairs of `count` bfloat16 keys and values from a pool of rows. Zeros follow them.
 CUE_NOINLINE void interleave_pairs(const AttentionTask& task, int64_t begin, int count, QueryTile& tile) {
     const CueKv& kv = *task.kv;
     const Bf16* keys[kTileKeys];
@@ -60,7 +60,8 @@ CUE_NOINLINE void interleave_pairs(const AttentionTask& task, int64_t begin, int
 }
 #endif
 
-// sum[r] += row r of `left` (floats apart, pairs side by side) times pairs `from` up to `to` of `right`.
+// sum[r] += row r of `left` times `right`, pairs `from` to `to - 1`. Rows of `left` are `stride` floats apart; a pair
+// takes the place of one float.
 template <class Dot, int N, class Right>
 inline void dot_micro(const float* left, int stride, int from, int to, Right right,
                            typename Dot::Accumulator (&sum)[kMicroRows][N]) {
@@ -77,7 +78,7 @@ inline void dot_micro(const float* left, int stride, int from, int to, Right rig
     }
 }
 
-// Loops over registers are unrolled by name: what is not, compilers keep in memory.
+// Loops over arrays of registers have explicit unroll counts: compilers keep the array of a rolled loop in memory.
 template <class Dot, int N>
 inline void clear_accumulators(typename Dot::Accumulator (&sum)[kMicroRows][N]) {
 #pragma GCC unroll 6
@@ -123,7 +124,8 @@ struct VnniTile {
         }
     }
 
-    // Each row has a scale of its own: what is small beside the weights of other tiles may be all that counts.
+    // Narrow the weights of row r, with one scale per row: weights that are small beside those of other tiles keep
+    // their precision.
     static void prepare_weights(QueryTile& tile, int r) {
         float* const row = tile.weights + r * kTileKeys;
         for (int t = 0; Dot::kHasScales && t < kTileKeys; t += W)
@@ -142,7 +144,7 @@ struct VnniTile {
             const auto pair_row = [&](int k, int c) { return Dot::load(values + k * 2 * tile.n + c * kLanes16); };
             dot_micro<Dot, N>(weights, kTileKeys, from, whole < last ? whole : last, pair_row, sum);
             if (count % 2 == 0 || whole >= last) continue;
-            // What nobody has written may be NaN, which no weight of 0 takes away.
+            // An unwritten value may be NaN, and NaN times a weight of 0 is NaN.
             const auto first_of_pair = [&](int k, int c) { return _mm512_and_si512(pair_row(k, c), _mm512_set1_epi32(0xffff)); };
             dot_micro<Dot, N>(weights, kTileKeys, whole, whole + 1, first_of_pair, sum);
         }

@@ -1,17 +1,17 @@
-// Included by attention_kernel.h where the machine multiplies pairs of words: where these lie in a paired pool, for W
-// tokens at a time, a group. Its keys fill registers with pairs, and it lies in one block.
+// Requires attention_task.h. Included by attention_kernel.h: positions of tokens in a pool of VNNI pairs. A group is W
+// tokens of one block, whose keys fill a register for each pair of dimensions.
 
-constexpr int kGroupsPerSegment = 4;          // looked at together
-constexpr int kValuePairsPerGroup = W / 2;  // of values
+constexpr int kGroupsPerSegment = 4;          // groups per step of the running softmax
+constexpr int kValuePairsPerGroup = W / 2;  // pairs of tokens
 
-// Where some groups lie. Behind the last one it stands again: never a row that is not ours to read.
+// Pointers to kGroupsPerSegment groups. Entries behind the last group repeat it, so that every pointer may be read.
 template <class Dot>
 struct TokenGroups {
     using T = typename Dot::Stored;
-    int count;  // tokens
+    int count;  // in tokens
     const T* keys[kGroupsPerSegment];
     const T* values[kGroupsPerSegment];
-    int64_t token_index[kGroupsPerSegment];  // of the first token's scales
+    int64_t token_index[kGroupsPerSegment];  // position of the first token in the pool, counted in tokens of one head
 };
 
 template <class Dot>

@@ -1,3 +1,5 @@
+// One step of the decoder: the kernels of embedding, norm, projection, attention and feed-forward in the order of the
+// layers.
 #include "decoder.h"
 
 #include <chrono>
@@ -17,7 +19,7 @@ class PartTimer {
    public:
     explicit PartTimer(double* seconds) : seconds_(seconds) { start_ = now(); }
 
-    // What has passed since the last time belongs to this part.
+    // Add the time since the previous lap to `part`.
     void lap(CuePart part) {
         if (seconds_ == nullptr) return;
         const double end = now();
@@ -35,7 +37,7 @@ class PartTimer {
     double start_;
 };
 
-// Hands out pieces of the scratch memory; without any, counts what they take.
+// Divides scratch memory into cache-aligned pieces. Without memory, only counts the bytes.
 class ScratchAllocator {
    public:
     explicit ScratchAllocator(void* memory) : memory_(static_cast<char*>(memory)) {}
@@ -60,7 +62,7 @@ struct QkvWidths {
     int64_t qkv() const { return queries + 2 * keys; }
 };
 
-// The step's intermediate results, each [tokens, width].
+// Intermediate results of a step, each [tokens, width].
 struct StepBuffers {
     StepBuffers(const CueDecoder& d, int64_t tokens, ScratchAllocator& scratch) {
         const QkvWidths widths(d);
@@ -123,7 +125,7 @@ class DecoderStep {
         return done == 0;
     }
 
-    // Each head of the queries and keys is normed by itself.
+    // RMSNorm of each query and key head by itself.
     void norm_heads(const CueLayer& layer, const QkvWidths& widths) {
         parallel(static_cast<int>(rows_), [&](int row) {
             float* queries = buffers_.qkv + row * widths.qkv();
@@ -134,12 +136,13 @@ class DecoderStep {
         timer_.lap(CUE_NORM);
     }
 
-    // After the last attention only the rows that are sampled after matter. False if there are none, or one is missing.
+    // Keep only the rows whose logits are wanted: nothing after the last attention needs the others. False if there are
+    // none, or if the rows are not ascending and in range.
     bool keep_logit_rows() {
         const QkvWidths widths(decoder_);
         for (int32_t i = 0; i < step_.logit_row_count; ++i) {
             const int64_t row = step_.logit_rows[i];
-            if (row < i || row >= rows_) return false;  // ascending, so that none is overwritten before it is moved
+            if (row < i || row >= rows_) return false;  // ascending: no row is overwritten before it is moved
             std::memmove(buffers_.residual + i * decoder_.hidden, buffers_.residual + row * decoder_.hidden, decoder_.hidden * sizeof(float));
             std::memmove(buffers_.attention_out + i * widths.queries, buffers_.attention_out + row * widths.queries,
                          widths.queries * sizeof(float));

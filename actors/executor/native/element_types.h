@@ -1,4 +1,4 @@
-// Element types of tables and pools in memory, and bfloat16 conversions.
+// Element types of tables and KV pools, and conversion between float32 and bfloat16.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ inline float bf16_to_float(Bf16 x) {
     return value;
 }
 
-// To the nearest, ties to even.
+// Round to nearest, ties to even. Every NaN becomes kBf16Nan.
 inline Bf16 float_to_bf16(float value) {
     if (value != value) return {kBf16Nan};
     uint32_t bits;

@@ -1,6 +1,7 @@
-// Compiles CUE_KERNEL once for each instruction set, as cue::plain, cue::avx2 and cue::avx512. A source file defines
-// CUE_KERNEL as the name of a header written with the types of simd_*.h, includes this once, and then picks one of the
-// forms with CUE_FORMS. The headers have no include guards of their own: they are text for here alone.
+// Compiles the header CUE_KERNEL once for each instruction set, in cue::portable, cue::avx2 and cue::avx512 (as
+// Highway's foreach_target.h). A source file includes what the header requires, defines CUE_KERNEL as its name,
+// includes this file once, and selects variants with CUE_ISA_VARIANTS. Kernel headers are written with the types of
+// simd_*.h, have no include guard, and are included here only.
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
@@ -9,7 +10,7 @@
 #include "element_types.h"
 #include "isa.h"
 
-// One entry of each form, to be indexed by `isa()`.
+// The variants of a function, indexed by `isa()`.
 #if CUE_X86
 #define CUE_ISA_VARIANTS(name) {portable::name, avx2::name, avx512::name}
 #else
@@ -34,7 +35,7 @@ namespace avx2 {
 }  // namespace avx2
 CUE_TARGET_END
 
-// This form has registers of words.
+// AVX512-VNNI multiplies pairs of 16-bit lanes.
 #define CUE_VNNI 1
 CUE_TARGET_AVX512
 namespace avx512 {

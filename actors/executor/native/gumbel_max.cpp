@@ -1,3 +1,4 @@
+// Search for the largest score by bounds of the scores, run by run of kTokenRun tokens.
 #include "gumbel_max.h"
 
 #include <algorithm>
@@ -12,7 +13,7 @@ namespace {
 decltype(&portable::score_bounds) const bounds_variants[] = CUE_ISA_VARIANTS(score_bounds);
 decltype(&portable::peak_bounds_row) const peak_bounds_variants[] = CUE_ISA_VARIANTS(peak_bounds_row);
 
-constexpr double kBoundSlack = 1e-3;  // octaves; far more than a bound that matters is rounded by
+constexpr double kBoundSlack = 1e-3;  // octaves; far above the rounding error of any bound that matters
 
 }  // namespace
 

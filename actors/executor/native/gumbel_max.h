@@ -1,4 +1,5 @@
-// The token with the largest score: logit / temperature + Gumbel noise (the Gumbel-max trick).
+// Sampling by the Gumbel-max trick: the token with the largest logit / temperature + Gumbel noise is a sample of the
+// softmax (Gumbel 1954).
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@ namespace cue {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Where the kept tokens end: at this logit, and among its equals after this id.
+// The last token that is kept in descending order of logits, equal logits in order of ids.
 struct Cutoff {
     float logit;
     int64_t id;
@@ -20,13 +21,13 @@ struct Cutoff {
     bool keeps(float x, int64_t i) const { return x > logit || (x == logit && i <= id); }
 };
 
-constexpr Cutoff kNoCutoff{-kInfinity, std::numeric_limits<int64_t>::max()};  // all are kept
+constexpr Cutoff kNoCutoff{-kInfinity, std::numeric_limits<int64_t>::max()};  // keeps all tokens
 
-// Finds the token with the largest score. Bounds of all scores are quickly had, and nearly none reaches the best score:
-// only what does is computed as it is defined.
+// Finds the token with the largest score. Upper bounds of all scores come from cheap float32 arithmetic; the exact
+// score, in double, is computed only where the bound reaches the best score so far.
 class GumbelMax {
 public:
-    // Without ids these are 0, 1, 2 and so on.
+    // `ids` may be null: token i is then id i.
     GumbelMax(const float* logits, const int32_t* ids, int64_t n, double temperature, const SoftmaxScale& scale, NoiseKey key, Isa isa)
         : logits_(logits), ids_(ids), n_(n), temperature_(temperature), scale_(scale), key_(key), isa_(isa) {}
 
@@ -45,7 +46,7 @@ private:
     const Isa isa_;
     double best_score_ = 0.0;
     int64_t best_id_ = -1;
-    float bound_threshold_ = -kInfinity;  // what a bound must reach
+    float bound_threshold_ = -kInfinity;  // tokens with a lower bound cannot win
 };
 
 }  // namespace cue

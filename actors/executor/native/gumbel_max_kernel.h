@@ -1,7 +1,8 @@
 // Requires sample_types.h. Included by foreach_isa.h.
 
-// In octaves, at least the score of each token of a run, and less than 1/10 more where its noise is high: of the noise
-// -log2(-log1p(-y)) only -log2(y) is taken, and of that the exponent and, as a straight line, the mantissa of y.
+// Upper bounds of the scores of n <= kTokenRun tokens, in octaves: exact to less than 1/10 where the noise is high. Of
+// the noise -log2(-log1p(-y)) the bound takes -log2(y), with the exponent of y and a linear interpolation of the
+// mantissa.
 CUE_NOINLINE void score_bounds(const float* x, const int32_t* ids, int64_t n, const SoftmaxScale& scale, NoiseKey key, float* out) {
     float uniforms[kTokenRun];  // y in units of 2^-32
     for (int64_t i = 0; i < n; ++i) {
@@ -15,7 +16,7 @@ CUE_NOINLINE void score_bounds(const float* x, const int32_t* ids, int64_t n, co
         out[i] = (x[i] - scale.max_logit) * scale.octaves_per_logit + (159.0f - static_cast<float>(float_bits[i]) * 0x1p-23f);
 }
 
-// The largest bound of each kRun tokens. Without ids these are 0, 1, 2 and so on.
+// The largest bound of each run of kTokenRun tokens. `ids` may be null: token i is then id i.
 void peak_bounds_row(const float* x, const int32_t* ids, int64_t n, const SoftmaxScale& scale, NoiseKey key, float* peaks) {
     float run_bounds[kTokenRun];
     int32_t sequential_ids[kTokenRun];

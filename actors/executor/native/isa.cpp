@@ -1,3 +1,4 @@
+// Detection of the instruction set, and the level in use.
 #include "isa.h"
 
 #include <atomic>
@@ -5,7 +6,7 @@
 namespace cue {
 namespace {
 
-// Above kAvx512: the same and AVX512-BF16.
+// kAvx512 with AVX512-BF16.
 constexpr int kAvx512Bf16Level = kAvx512 + 1;
 
 int best_level() {

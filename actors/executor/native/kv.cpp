@@ -1,3 +1,4 @@
+// Writing keys and values into the paged KV pool, spread over the threads by tokens.
 #include <algorithm>
 
 #include "kv.h"
@@ -9,7 +10,7 @@
 namespace cue {
 namespace {
 
-// Handing tokens to another thread takes about as long as so many of them.
+// Waking another thread takes about as long as writing this many tokens.
 constexpr int kTokensPerTask = 16;
 
 decltype(&portable::write_token) const write_variants[] = CUE_ISA_VARIANTS(write_token);

@@ -1,16 +1,16 @@
-// Requires kv_pool.h. Included by foreach_isa.h.
+// Requires kv_pool.h. Included by foreach_isa.h: storing keys and values, and rotary embedding.
 
-// dst[i] = src[i] * factor for one head of one token.
+// dst[i] = src[i] * factor, for n values of one head of one token.
 template <class T>
 inline void store_scaled(T* dst, const float* src, int n, float factor) {
     const F scale = broadcast(factor);
     for (int i = 0; i < n; i += W) {
         const F values = mul(load_up_to(src + i, n - i), scale);
-        store_up_to(dst + i, sizeof(T) == 1 ? max(values, broadcast(-127.0f)) : values, n - i);  // no byte is made of NaN
+        store_up_to(dst + i, sizeof(T) == 1 ? max(values, broadcast(-127.0f)) : values, n - i);  // NaN becomes -127
     }
 }
 
-// NaN if any of them is not finite.
+// The largest magnitude; NaN if a value is not finite.
 inline float max_abs(const float* x, int n) {
     F high = zero(), nonfinite = zero();
     for (int i = 0; i < n; i += W) {
@@ -23,14 +23,14 @@ inline float max_abs(const float* x, int n) {
 
 constexpr int kDimsPerStep = 2 * kPairsPerRegister;
 
-// Some dimensions of a key: their pairs lie `pair_stride`.
+// Store kDimsPerStep dimensions of a key, whose pairs are `pair_stride` values apart.
 template <class T>
 inline void scatter_key_pairs(T* to, int64_t pair_stride, const T* from) {
     for (int i = 0; i < kDimsPerStep; i += 2, to += pair_stride) std::memcpy(to, from + i, 2 * sizeof(T));
 }
 
-// Some dimensions of a value into the first or second places of pairs. What stands in the others is left alone, for
-// another thread may be writing there.
+// Store kDimsPerStep dimensions of a value as element `half` (0 or 1) of their pairs. The other elements are not
+// touched: another thread may be writing them.
 template <class T>
 inline void scatter_value_pairs(T* to, int half, const T* from) {
     for (int i = 0; i < kDimsPerStep; ++i) to[2 * i + half] = from[i];
@@ -38,7 +38,7 @@ inline void scatter_value_pairs(T* to, int half, const T* from) {
 
 enum Side { kKeys, kValues };
 
-// One head of one token: `head_begin` is where the tokens of the block and head begin.
+// Store one head of one token. `head_begin` is the position of the block's first token of that head, counted in tokens.
 template <Side kSide, class T>
 inline void store_head(const CueKv& kv, T* data, int64_t head_begin, int64_t offset, const float* x, float factor) {
     const int n = kv.head_dim;
@@ -52,11 +52,11 @@ inline void store_head(const CueKv& kv, T* data, int64_t head_begin, int64_t off
     }
 }
 
-// A head with a number that is not finite gets a scale that is not either, so that whoever reads it notices.
+// Quantize and store one head of one token. The scale is not finite if a value is not, so that results show it.
 template <Side kSide>
 inline void store_int8(const CueKv& kv, void* data, float* scales, int64_t head_begin, int64_t offset, const float* x) {
     const float high = max_abs(x, kv.head_dim);
-    const float factor = high >= 127.0f * FLT_MIN ? 127.0f / high : 0.0f;  // of less, it overflows
+    const float factor = high >= 127.0f * FLT_MIN ? 127.0f / high : 0.0f;  // avoids overflow
     scales[head_begin + offset] = high / 127.0f;
     store_head<kSide>(kv, static_cast<int8_t*>(data), head_begin, offset, x, factor);
 }
@@ -78,7 +78,8 @@ void write_token(const CueKv& kv, int64_t block, int64_t offset, const float* ke
     }
 }
 
-// (a, b) -> (a cos - b sin, b cos + a sin) with a and b the two halves of the turned part.
+// Rotate each head: (a, b) becomes (a cos - b sin, b cos + a sin), with a and b the two halves of the rotated
+// dimensions.
 void rope_heads(float* x, int heads, int head_dim, int half, const float* cosines, const float* sines) {
     for (int head = 0; head < heads; ++head, x += head_dim) {
         for (int i = 0; i < half; i += W) {

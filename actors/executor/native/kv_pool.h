@@ -1,4 +1,4 @@
-// The paged KV pool as the kernels see it: its layout and the slots of a step's tokens.
+// The paged KV pool of one layer: memory layout, slots of a step's tokens, validation.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,13 @@
 
 extern "C" {
 
-// One layer's pool. `keys` and `values` are [blocks, kv_heads, block_size, head_dim] of `type`; for int8 the value is
-// the number times the scale of its (block, head, token): scales are [blocks, kv_heads, block_size], else null. From
-// block to block it is `block_stride` tokens of one head, kv_heads * block_size at least: other layers may lie between.
-// Where the pool is `vnni_pairs`, keys are [blocks, kv_heads, head_dim / 2, block_size, 2], pairs of dimensions, and values
-// [blocks, kv_heads, block_size / 2, head_dim, 2], pairs of tokens: what instructions that add two products multiply.
+// One layer's pool. `keys` and `values` are [blocks, kv_heads, block_size, head_dim] of `type`. With int8, a value is
+// the stored number times the scale of its (block, head, token): scales are [blocks, kv_heads, block_size], else null.
+// Blocks are `block_stride` tokens of one head apart, at least kv_heads * block_size: other layers may lie between.
+//
+// With `vnni_pairs`, keys are [blocks, kv_heads, head_dim / 2, block_size, 2], pairs of dimensions, and values are
+// [blocks, kv_heads, block_size / 2, head_dim, 2], pairs of tokens: the operands of instructions that add two products
+// per lane.
 struct CueKv {
     void* keys;
     void* values;
@@ -23,8 +25,8 @@ struct CueKv {
     int32_t vnni_pairs;
 };
 
-// Where the tokens of a step stand: token t of T has position `positions[t]` in its text and its keys and values go to
-// slot `offsets[t]` of block `blocks[t]`.
+// Positions and slots of a step's tokens: token t has position positions[t] in its sequence, and its keys and values go
+// to slot offsets[t] of block blocks[t].
 struct CueSlots {
     const int64_t* positions;
     const int64_t* blocks;
@@ -35,12 +37,12 @@ struct CueSlots {
 
 namespace cue {
 
-// Tokens whose keys fill a register with their pairs, and dimensions whose pairs of values do.
+// Pairs of 16-bit values in a register: pairs of keys of as many tokens, or pairs of values of as many dimensions.
 constexpr int kPairsPerRegister = 16;
-// At most so many products of a word and a byte meet in an int32 sum.
+// Limit for the products of an int16 and an int8 in an int32 sum.
 constexpr int kVnniInt8HeadDimMax = 256;
 
-// Whether this machine has instructions for pairs of what is stored.
+// Whether the machine has instructions for VNNI pairs of this element type.
 inline bool has_vnni_pairs(int type) { return type == kBf16 ? has_avx512_bf16() : type == kInt8 && isa() == kAvx512; }
 
 inline bool fits_vnni_pairs(int type, int block_size, int head_dim) {
@@ -48,12 +50,12 @@ inline bool fits_vnni_pairs(int type, int block_size, int head_dim) {
            head_dim % (2 * kPairsPerRegister) == 0;
 }
 
-// Where the tokens of a head of a block begin, in tokens: head_dim numbers each, or one scale.
+// Position of the first token of a head of a block, counted in tokens: head_dim values each, or one scale.
 inline int64_t head_tokens_begin(const CueKv& kv, int64_t block, int head) {
     return block * kv.block_stride + int64_t{head} * kv.block_size;
 }
 
-// Whether the numbers of a pool make sense.
+// Whether the sizes, strides and pointers are consistent.
 inline bool is_valid(const CueKv& kv) {
     if (kv.blocks < 0 || kv.kv_heads < 1 || kv.block_size < 1 || kv.head_dim < 1) return false;
     if (kv.block_stride < int64_t{kv.kv_heads} * kv.block_size) return false;

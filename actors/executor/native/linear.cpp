@@ -1,5 +1,5 @@
-// Which tile of a product is made when and by whom: panels are shared out among the threads, rows go through a panel
-// while it is in the cache.
+// Matrix products in tiles: panels of weights are divided among the threads, and rows pass through a panel while it is
+// in the cache.
 #include "linear.h"
 
 #include <cstdlib>
@@ -11,18 +11,19 @@
 namespace cue {
 namespace {
 
-// Rows of x that a thread goes over again for every panel stay in its second-level cache, next to a panel.
+// Maximum bytes of the rows that a thread multiplies by each of its panels: they stay in the second-level cache beside
+// a panel.
 constexpr int64_t kRowBytesMax = 384 * 1024;
-// Tasks per thread: enough for a slower thread to do less, few enough that each reads a long stretch of memory.
+// Tasks per thread: enough to balance threads of different speed, few enough for long stretches of sequential reads.
 constexpr int kTasksPerThread = 8;
-// Reading below this many bytes of weights takes less time than waking another thread.
+// Up to this many bytes of weights one thread does the whole product: waking another takes longer.
 constexpr int64_t kSingleThreadBytes = 64 * 1024;
 
-// With up to so many rows a product is bound by memory, not by arithmetic, and fetches weights so far ahead.
+// Up to this many rows a product is bound by memory, not arithmetic, and prefetches kNearPrefetchBytes ahead.
 constexpr int memory_bound_rows(WeightKind kind) { return kind == kBf16 ? 2 : kind == kInt4 ? 6 : 5; }
 constexpr int64_t kNearPrefetchBytes = 1024;
 
-// Memory that a thread keeps for later calls.
+// A buffer that grows and never shrinks, one per thread and use.
 class ScratchBuffer {
 public:
     ~ScratchBuffer() { std::free(at_); }
@@ -80,15 +81,15 @@ public:
     }
 
 private:
-    // Weights wanted next: where they lie, where they end, and how far to go there with each unit.
+    // Weights to prefetch: address, end, and bytes to advance per unit.
     struct PrefetchCursor {
         const uint8_t *at, *end;
         int64_t step;
     };
 
-    // Few rows wait for memory all the time and fetch a little ahead of themselves. More rows have the time to fetch
-    // the whole next panel while they use this one: the only tile does, or the first two. Measured: the other way
-    // around each is up to a third slower.
+    // With few rows memory is the limit, and a tile prefetches a little ahead of itself. With more rows there is time
+    // to prefetch the whole next panel, by the only tile or by the first two. Measured: each policy is up to a third
+    // slower in the other case.
     PrefetchCursor prefetch_from(const uint8_t* weights, int64_t panel, int64_t rows) const {
         const int64_t step = panel_bytes_ / rows_.units;
         if (rows <= memory_bound_rows(packed_.kind)) return {weights + kNearPrefetchBytes, weights + kNearPrefetchBytes + panel_bytes_, step};
@@ -96,7 +97,7 @@ private:
         return {next, panel + 1 < panels_ ? next + panel_bytes_ : next, rows <= kernels_.rows_max ? step : step / 2};
     }
 
-    // One panel's outputs for the blocks from `block` on.
+    // The outputs of one panel for the blocks of one strip, from `block` on.
     void compute_panel(int64_t panel, int64_t block) const {
         const int64_t end = block + blocks_at_once_ < blocks_.count ? block + blocks_at_once_ : blocks_.count;
         const uint8_t* weights = packed_.panels() + panel * panel_bytes_;
@@ -113,7 +114,7 @@ private:
         }
     }
 
-    // The rows `from` on of a block.
+    // The outputs of one panel for `rows` rows of a block, from row `from` on.
     void compute_tile(int64_t panel, const uint8_t* weights, int64_t block, int from, int rows, const PrefetchCursor& cursor) const {
         const int64_t first = blocks_.first(block), row = first + from;
         const int64_t left = outputs_ - panel * columns_;
@@ -143,7 +144,7 @@ private:
         if (!direct) apply_epilogue(isa_, epilogue, sums, rows, panel, columns);
     }
 
-    // The lines of the result come into the cache for writing while its sums are made.
+    // Prefetch the result for writing while its sums are computed.
     void prefetch_result(const float* y, int rows, int columns) const {
         for (int r = 0; r < rows; ++r, y += epilogue_.stride) {
             __builtin_prefetch(y, 1);

@@ -1,4 +1,5 @@
-// bfloat16 weights times bfloat16 rows by AVX512-BF16: two products a lane and instruction, summed in float32.
+// bfloat16 weights times bfloat16 rows, summed in float32 by vdpbf16ps (AVX512-BF16): two products per lane and
+// instruction.
 #include "linear_kernels.h"
 
 namespace cue {
@@ -11,17 +12,18 @@ CUE_TARGET_BF16
 
 #include "linear_chains.h"
 
-// sums += w * the pair, in every lane. Not the intrinsic: compilers copy its sums from register to register. The
-// instruction itself repeats the pair: a register less under way for each row, so that more weights are.
+// sums += w * pair, with the pair broadcast to every lane. Inline assembly, since compilers copy the accumulator of the
+// intrinsic from register to register. A memory operand with broadcast saves a register per row, which leaves more
+// registers for weights.
 inline void dot_accumulate(__m512& sums, __m512i w, const uint32_t& pair) {
     __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(w), "m"(pair));
 }
 
-// So few rows are done with a line sooner than memory brings the next one, and processors drop what they are asked for
-// meanwhile. Asked twice they do not: measured, a tenth less time for 3 and 4 rows.
+// Up to this many rows a tile consumes a cache line before memory delivers the next, and processors drop prefetches
+// meanwhile. A second prefetch of the same line is not dropped. Measured: a tenth less time for 3 and 4 rows.
 constexpr int kDoublePrefetchRows = 4;
 
-// One unit of x: R pairs, each times the pairs of 32 outputs.
+// One unit: a pair of inputs of R rows times the pairs of 32 outputs.
 struct Bf16Unit {
     template <int R>
     static void prefetch(const uint8_t* address) {

@@ -1,10 +1,10 @@
-// The frame of the AVX-512 kernels that sum in float32. Included between CUE_TARGET_… and CUE_TARGET_END.
+// Included between CUE_TARGET_… and CUE_TARGET_END: the loop over units of the AVX-512 kernels that sum in float32.
 
 // tile.y = the sum over all units of weights * x, for R rows. `Unit::accumulate` adds one unit to the sums, and
-// `Unit::prefetch` fetches the weights that are wanted later.
+// `Unit::prefetch` fetches weights that are needed later.
 //
-// An FMA takes 4 cycles and vdpbf16ps 6: with few rows several units go into chains of sums of their own, so that 8 or
-// more sums are in flight.
+// An FMA has a latency of 4 cycles and vdpbf16ps of 6. With few rows, units are distributed over several chains of
+// sums, so that at least 8 sums are in flight.
 template <class Unit, int R>
 void sum_units(const TileArgs& tile, const uint8_t* weights) {
     constexpr int kChains = R == 1 ? 4 : R <= 3 ? 2 : 1;

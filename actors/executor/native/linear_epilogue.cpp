@@ -1,4 +1,5 @@
-// What becomes of a tile of sums: bias, residual, or silu(gate) * up. Loops that compilers vectorize, once per form.
+// The end of a tile of sums: bias, residual, or silu(gate) * up. Plain loops, compiled for each instruction set and
+// vectorized by the compiler.
 #include "linear_kernels.h"
 
 #include <cstring>
@@ -10,11 +11,11 @@ namespace {
 
 constexpr int kHalf = kPanelOutputs / 2;
 
-// e^x to about 2 units in the last place: 2^n * e^r with |r| <= ln 2 / 2. Below -87 it ends at e^-87, NaN stays NaN.
+// e^x to about 2 units in the last place, as 2^n * e^r with |r| <= ln 2 / 2. x is clamped to -87..88; NaN stays NaN.
 CUE_ALWAYS_INLINE float exponential(float x) {
     constexpr float kLow = -87.0f, kHigh = 88.0f, kLog2E = 1.44269504f;
     constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
-    constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
+    constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
     x = x < kLow ? kLow : x;
     x = x > kHigh ? kHigh : x;
     const float shifted = x * kLog2E + kRoundToInteger;
@@ -55,7 +56,7 @@ CUE_ALWAYS_INLINE void add_bias_residual_rows(const Epilogue& epilogue, const fl
     const float* bias = kBias ? epilogue.bias + first : nullptr;
     for (int r = 0; r < rows; ++r) {
         float* y = epilogue.y + r * epilogue.stride + first;
-        // Of known length it becomes a few vector instructions; only the last panel is narrower.
+        // A constant length compiles to a few vector instructions. Only the last panel is narrower.
         if (columns == kPanelOutputs)
             add_bias_residual<kBias, kAdd>(sums + r * kPanelOutputs, bias, kPanelOutputs, y);
         else

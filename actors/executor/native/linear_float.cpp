@@ -6,7 +6,7 @@
 namespace cue {
 namespace {
 
-// bfloat16 is the upper half of a float32. A pair holds the weights of two inputs, the first one in the low half.
+// bfloat16 is the upper half of a float32. A pair holds the weights of two inputs, the first in the low half.
 inline float float_from_bits(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);
@@ -56,7 +56,7 @@ constexpr TileKernel kPortableKernels[] = {nullptr, kKind == kF32 ? portable_f32
 
 CUE_TARGET_AVX2
 
-// Weights of one of a unit's inputs.
+// The weights of input kInput of a unit, for outputs 8 * part to 8 * part + 7.
 template <WeightKind kKind, int kInput>
 inline __m256 load8(const uint8_t* weights, int part) {
     if (kKind == kF32) return _mm256_loadu_ps(reinterpret_cast<const float*>(weights) + 8 * part);
@@ -79,8 +79,9 @@ inline void accumulate_input_avx2(const uint8_t* x, const uint8_t* weights, __m2
     }
 }
 
-// float32: 3 rows x 4 registers of sums, one of weights, one of x, 14 of 16. bfloat16 has room for 2 rows, since
-// compilers fetch both inputs of a pair at once. One row waits for memory, and so needs no sums apart.
+// float32: 3 rows * 4 registers of sums, one of weights and one of x are 14 of 16 registers. bfloat16 has room for 2
+// rows, since compilers load both inputs of a pair at once. A single row is bound by memory and needs only one chain of
+// sums.
 template <int R, WeightKind kKind>
 void avx2(const TileArgs& tile, const uint8_t* weights) {
     constexpr int kPanelRegisters = 4;
@@ -118,7 +119,7 @@ inline __m512 load16(const uint8_t* weights, int input) {
     return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// One unit of x: R values or pairs, each times 32 weights or pairs.
+// One unit: one input (float32) or a pair of inputs (bfloat16) of R rows times the weights of 32 outputs.
 template <WeightKind kKind>
 struct FloatUnit {
     template <int R>

@@ -1,6 +1,7 @@
-// int4 weights in groups of 32 inputs times int8 rows: exact int32 sums of codes within a group, float32 over groups. A
-// weight is code * scale + minimum, and the minimum's part of a group's product is minimum * the sum of its x.
-// Codes are taken apart in registers, for each tile anew: measured, a panel unpacked once for all tiles was slower.
+// int4 weights in groups of 32 inputs times int8 rows: exact int32 sums of codes * x within a group, float32 sums over
+// groups. A weight is code * scale + minimum, so a group adds scale * (sum of codes * x) + minimum * (sum of x).
+//
+// Codes are unpacked in registers for each tile. Measured: unpacking a panel once for all tiles was slower.
 #include "linear_kernels.h"
 
 #include <cstring>
@@ -10,7 +11,7 @@ namespace {
 
 constexpr int kHalfQuadBytes = 64;  // bytes of a quad of 16 outputs
 
-// The 128 codes of one quad, output after output.
+// The 128 codes of one quad of inputs, output after output.
 inline void quad_codes(const uint8_t* group, int quad, uint8_t* codes) {
     const uint8_t* pair = group + quad / 2 * kPanelQuadBytes;
     for (int i = 0; i < kPanelQuadBytes; ++i) codes[i] = quad % 2 ? pair[i] >> 4 : pair[i] & 15;
@@ -67,12 +68,12 @@ inline __m256i load_quad(const uint8_t* x) {
     return _mm256_set1_epi32(quad);
 }
 
-// codes * x fits 16 bits in pairs: 2 * 15 * 127.
+// sums += codes * x, four bytes per lane. Sums of two products fit 16 bits: 2 * 15 * 127.
 inline __m256i dot_accumulate(__m256i sums, __m256i codes, __m256i x) {
     return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
 }
 
-// One group of 8 outputs: `part` of four.
+// sums += codes * x over one group, for outputs 8 * part to 8 * part + 7.
 template <int R>
 inline void accumulate_group_avx2(const TileArgs& tile, const uint8_t* x, const uint8_t* codes, int part, __m256i (&sums)[R]) {
     const __m256i low_nibble = _mm256_set1_epi8(15);
@@ -89,7 +90,7 @@ inline void accumulate_group_avx2(const TileArgs& tile, const uint8_t* x, const 
     }
 }
 
-// 8 of the bf16 values that lie in pairs of outputs 16 apart.
+// Outputs 8 * part to 8 * part + 7 of bfloat16 values stored in pairs (output i, output i + 16).
 inline __m256 load_bf16_part(const uint8_t* address, int part) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address) + (part & 1));
     const __m256i high = _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
@@ -133,7 +134,8 @@ CUE_TARGET_END
 
 CUE_TARGET_AVX512
 
-// sums += codes * x, four bytes a lane. Not the intrinsic: compilers copy its sums from register to register.
+// sums += codes * x, four bytes per lane (AVX512-VNNI). Inline assembly, since compilers copy the accumulator of the
+// intrinsic from register to register.
 inline void dot_accumulate(__m512i& sums, __m512i codes, __m512i x) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(x));
 }
@@ -159,7 +161,7 @@ inline __m512 load_bf16_high(const uint8_t* address) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(address), mask));
 }
 
-// y += sums of a group with the scales and middles behind its codes.
+// y += the group's sums, scaled. Midpoints lie behind the scales.
 template <int R>
 inline void dequantize_group(const uint8_t* scales, const float* x_scales, const float* x_sums, const __m512i (&sums)[R][2],
                       __m512 (&y)[R][2]) {
@@ -178,7 +180,7 @@ inline void dequantize_group(const uint8_t* scales, const float* x_scales, const
     }
 }
 
-// 2 R registers of int32 and as many of float32 sums; 8 remain for 6 rows.
+// 2 * R registers of int32 sums and as many of float32 sums: 6 rows leave 8 of 32 registers.
 template <int R>
 void avx512(const TileArgs& tile, const uint8_t* panel) {
     const __m512i low_nibble = _mm512_set1_epi8(15);

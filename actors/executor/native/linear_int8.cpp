@@ -1,4 +1,5 @@
-// int8 weights times int8 rows: exact int32 sums within a span of inputs, float32 over spans.
+// int8 weights times int8 rows: exact int32 sums within a span of 64 inputs, float32 sums over spans. Weights are stored
+// as value + 128; kernels that multiply them as unsigned bytes start their sums at -128 * (sum of x).
 #include "linear_kernels.h"
 
 #include <cstring>
@@ -6,7 +7,7 @@
 namespace cue {
 namespace {
 
-// Plain loops.
+// Portable loops.
 
 template <int R>
 void portable(const TileArgs& tile, const uint8_t* panel) {
@@ -39,8 +40,8 @@ CUE_TARGET_AVX2
 
 constexpr int kPanelRegisters = 4;  // of 8 outputs
 
-// vpmaddubsw adds two products in 16 bits and saturates: |w| * (x with the sign of w) stays below 2 * 127 * 127, which
-// fits, where (w + 128) * x would not.
+// vpmaddubsw adds two products in 16 bits with saturation. |w| * (x with the sign of w) is at most 2 * 127 * 127, which
+// fits; (w + 128) * x would not.
 template <int R>
 inline void accumulate_span(const uint8_t* weights, const uint8_t* x, int64_t unit_stride, __m256i (&sums)[R][kPanelRegisters]) {
     const __m256i ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8(-128);
@@ -100,14 +101,15 @@ CUE_TARGET_END
 
 CUE_TARGET_AVX512
 
-// sums += w * x, four bytes a lane. Not the intrinsic: compilers copy its sums from register to register.
+// sums += w * x, four bytes per lane (AVX512-VNNI). Inline assembly, since compilers copy the accumulator of the
+// intrinsic from register to register.
 inline void dot_accumulate(__m512i& sums, __m512i w, __m512i x) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(w), "v"(x));
 }
 
-// vpdpbusd takes 4 cycles: with few rows several quads are summed apart, to have 8 sums under way. 2 R registers of
-// int32 and as many of float32 sums; 8 remain for 6 rows. Measured: 12 rows with their float32 sums in memory were
-// slower, and so was a loop over the quads of a span.
+// vpdpbusd has a latency of 4 cycles: with few rows, quads are distributed over several chains of sums, so that 8 sums
+// are in flight. 2 * R registers of int32 sums and as many of float32 sums: 6 rows leave 8 of 32 registers. Measured:
+// 12 rows with float32 sums in memory were slower, and so was a rolled loop over the quads of a span.
 template <int R>
 void avx512(const TileArgs& tile, const uint8_t* panel) {
     constexpr int kChains = R == 1 ? 4 : R <= 3 ? 2 : 1;

@@ -1,3 +1,4 @@
+// RMSNorm, SwiGLU, embedding and argmax: rows are spread over the threads.
 #include "ops.h"
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 namespace cue {
 namespace {
 
-// Fewer numbers than this are done before another thread could have begun.
+// Fewer values than this are computed before another thread could have begun.
 constexpr int64_t kValuesPerTask = 16384;
 
 decltype(&portable::rmsnorm_row) const rmsnorm_variants[] = CUE_ISA_VARIANTS(rmsnorm_row);

@@ -1,6 +1,6 @@
-// Requires element_types.h. Included by foreach_isa.h.
+// Requires element_types.h. Included by foreach_isa.h: one row of each operation in ops.h.
 
-constexpr int kAccumulators = 4;  // sums side by side, since each addition waits for the one before
+constexpr int kAccumulators = 4;  // independent sums, to hide the latency of addition
 
 void rmsnorm_row(float* x, const float* delta, const float* weight, float* y, int n, float epsilon) {
     F squares[kAccumulators];
@@ -42,9 +42,9 @@ void embed_row(const void* table, const float* scales, int type, int64_t id, int
     else to_floats(static_cast<const int8_t*>(table) + at, scales[id], out, n);
 }
 
-// Where the first of the largest lies among the n > 0 of x, from left to right; -1 if one is not finite.
+// The first position of the largest of n > 0 values, or -1 if one is not finite.
 int64_t argmax_row(const float* x, int64_t n) {
-    constexpr int kBlock = 256;  // numbers between two looks at the maximum
+    constexpr int kBlock = 256;  // values per comparison with the maximum so far
     static_assert(kBlock % (2 * W) == 0, "");
     float max_so_far = -INFINITY;
     int64_t best_block = 0;

@@ -1,4 +1,5 @@
-// Weights into panels: quantized where wanted, from float32, bfloat16 or float16 rows. Runs once per model.
+// Packing of weights into panels, from float32, bfloat16 or float16, with quantization to int8 or int4. Runs once per
+// model.
 #include "linear.h"
 
 #include <cmath>
@@ -24,7 +25,7 @@ float half_to_float(uint16_t half) {
     return value;
 }
 
-// Round to nearest even; NaN stays one.
+// Round to nearest, ties to even. NaN stays NaN.
 uint16_t float_to_bf16_bits(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
@@ -39,7 +40,7 @@ float bf16_bits_to_float(uint16_t half) {
     return value;
 }
 
-// The weights as given, [outputs][inputs].
+// Weights before packing, [outputs][inputs].
 struct WeightSource {
     const void* data;
     CueFloat type;
@@ -61,7 +62,7 @@ struct WeightSource {
     }
 };
 
-// The row of W that stands at a place of a panel, or -1: padding.
+// The row of W at row `panel_row` of a panel, or -1 for padding.
 int64_t source_row(const PackedWeights& packed, int64_t panel, int panel_row) {
     if (!packed.gated) {
         const int64_t row = panel * kPanelOutputs + panel_row;
@@ -85,7 +86,7 @@ void pack_int8(const float* row, int64_t inputs, int panel_row, int8_t* values, 
     }
 }
 
-// The least and the greatest value, and 0, or NaN if any is not finite.
+// Minimum and maximum of a group; `nonfinite` is 0, or NaN if a value is not finite.
 struct Range {
     explicit Range(const float* values) {
         constexpr int kLanes = 8;
@@ -112,14 +113,15 @@ inline float to_code(float value) {
     return static_cast<float>(static_cast<int>(shifted < 0.0f ? 0.0f : shifted > 15.0f ? 15.0f : shifted));
 }
 
-// How codes become values.
+// Scale and midpoint of a group, as bfloat16 bits.
 struct CodeScale {
     uint16_t scale, midpoint;
 };
 
-// Evenly spaced codes from the least value to the greatest, then the scale and middle that come nearest to the values
-// with these codes (least squares, in steps from the least value), and last the nearest codes. Values that had been 4
-// bits with a scale and a minimum before get the codes they had. Values that are not finite make the scale so.
+// Quantize a group in three steps: evenly spaced codes from the minimum to the maximum; the scale and midpoint that fit
+// the values best for these codes (least squares, in steps from the minimum); the nearest codes for that scale and
+// midpoint. Values that were already 4 bits with a scale and a minimum keep their codes. Values that are not finite
+// make the scale NaN.
 CodeScale quantize_group(const float* values, uint8_t* codes) {
     constexpr float kStepsMax = 15.0f, kCount = kGroupInputs;
     const Range range(values);
@@ -167,7 +169,7 @@ void pack_int4(const float* row, int64_t groups, int panel_row, uint8_t* panel) 
     }
 }
 
-// What pads a group that a row ends in: a value of its own, which leaves the range as it is.
+// Pad the last group of a row with one of its own values, which leaves its range as it is.
 void pad_group(float* row, int64_t inputs) {
     const int64_t first = inputs / kGroupInputs * kGroupInputs;
     for (int64_t i = inputs; i < round_up(inputs, kGroupInputs); ++i) row[i] = row[first];

@@ -1,4 +1,5 @@
-// Rows of float32 to int8 with a scale for each span of inputs, in the order in which kernels read them.
+// Quantization of float32 rows to int8 with a scale per span of 64 inputs, in the order in which the kernels read them
+// (`ArrangedRows`).
 #include "linear_kernels.h"
 
 #include <cfloat>
@@ -12,18 +13,19 @@ namespace cue {
 namespace {
 
 constexpr float kInt8Max = 127.0f;
-// Below this, 127 / largest overflows; such a span counts as zeros.
+// Spans whose largest magnitude is below this count as zeros: 127 / magnitude would overflow.
 constexpr float kQuantizedMin = FLT_MIN * 128.0f;
 constexpr uint32_t kInfinityBits = 0x7f800000u;
-// Fewer values than this are quantized sooner by the caller than by waking the others.
+// Up to this many values the caller quantizes all rows itself: waking the other threads takes longer.
 constexpr int64_t kSingleThreadValues = 8192;
 
 struct QuantScale {
-    float scale;    // of the values
-    float inverse;  // x * inverse is rounded
+    float scale;    // x is about value * scale
+    float inverse;  // value = round(x * inverse)
 };
 
-// `bits` of the largest magnitude: as integers they order as the floats do, infinities and NaN above all numbers.
+// Scale for the largest magnitude, given as its bits. As unsigned integers these are in the order of the floats, with
+// infinity and NaN above all numbers.
 inline QuantScale quant_scale(uint32_t bits) {
     if (bits >= kInfinityBits) return {std::numeric_limits<float>::quiet_NaN(), 0.0f};
     float max_abs;
@@ -32,8 +34,8 @@ inline QuantScale quant_scale(uint32_t bits) {
     return {max_abs / kInt8Max, kInt8Max / max_abs};
 }
 
-// Where values go: quad after quad, `unit_stride` bytes apart, and what spans and groups have, `span_stride` values apart; weights
-// have nothing of that.
+// Destination of one row: quads are `unit_stride` bytes apart, values per span and per group `span_stride` entries
+// apart. Weights have quads only; the other pointers are null.
 struct QuantizedRow {
     uint8_t* quads;
     int64_t unit_stride;
@@ -42,7 +44,7 @@ struct QuantizedRow {
     float* group_sums;
     int64_t span_stride;
 
-    // A span's scale, and the sums of its groups' values.
+    // Store the scale of a span and the sums of its groups' values.
     void store_span_scale(int64_t span, float scale, const int32_t (&group_sums_int)[kGroupsPerSpan]) const {
         if (!scales) return;
         scales[span * span_stride] = scale;
@@ -70,7 +72,7 @@ uint32_t max_abs_bits(const float* x, int64_t count) {
     return max_bits;
 }
 
-// Each form takes a row span by span, with a factor of each span's own unless one is `row_scale`.
+// Each variant quantizes a row span by span, with a scale per span unless `row_scale` is given.
 
 void row_portable(const float* x, int64_t count, const QuantizedRow& out, const QuantScale* row_scale) {
     for (int64_t span = 0; span * kSpanInputs < count; ++span, x += kSpanInputs) {
@@ -148,7 +150,7 @@ inline __mmask16 tail_mask(int64_t lanes) {
 
 static_assert(kSpanInputs == 64 && kGroupInputs == 32, "a span is one register of bytes, and a group half of it");
 
-// Four registers of values that fit int8 as bytes, in their order.
+// 64 int32 values within -128..127 to bytes, in the same order.
 inline __m512i narrow_to_int8(const __m512i (&wide)[4]) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i a = _mm512_packs_epi32(wide[0], wide[1]), b = _mm512_packs_epi32(wide[2], wide[3]);
@@ -166,7 +168,7 @@ inline void store_span(const QuantizedRow& out, int64_t span, __m512i bytes) {
     for (int q = 0; q < kQuadsPerSpan; ++q) std::memcpy(at + q * out.unit_stride, &quads[q], kQuadInputs);
 }
 
-// Sums of the first and of the second 32 bytes.
+// The sums of the first and of the second 32 bytes.
 inline void sum_groups(__m512i bytes, int32_t (&sums)[kGroupsPerSpan]) {
     const __m512i of_quads = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
     const __m256i first = _mm512_castsi512_si256(of_quads), second = _mm512_extracti64x4_epi64(of_quads, 1);
@@ -203,7 +205,7 @@ inline void span_avx512(const float* x, int64_t left, const QuantizedRow& out, i
     out.store_span_scale(span, quant.scale, group_sums_int);
 }
 
-// The factors of several spans first: each takes long to come, but they can come at the same time.
+// Scales of kSpansAtOnce spans first: the reductions have a long latency and overlap.
 void row_avx512(const float* x, int64_t count, const QuantizedRow& out, const QuantScale* row_scale) {
     constexpr int kSpansAtOnce = 8;
     const int64_t spans = divide_up(count, kSpanInputs);
@@ -230,7 +232,7 @@ void quantize_into(Isa isa, const float* x, int64_t count, const QuantizedRow& o
     row_portable(x, count, out, row_scale);
 }
 
-// A buffer of quantized rows: values, scales, sums, sums of groups, each on a cache line of its own.
+// Layout of a buffer of quantized rows: values, scales, span sums, group sums, each aligned to a cache line.
 struct QuantizedLayout {
     QuantizedLayout(int64_t rows, int64_t inputs)
         : spans(divide_up(inputs, kSpanInputs)),

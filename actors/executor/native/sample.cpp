@@ -1,3 +1,5 @@
+// Sampling of one token per row: top-k, top-p, then the Gumbel-max trick over the kept tokens. Rows are spread over the
+// threads.
 #include "sample.h"
 
 #include <algorithm>
@@ -22,13 +24,13 @@ decltype(&portable::run_weights_row) const run_weights_variants[] = CUE_ISA_VARI
 decltype(&portable::gather_row) const gather_variants[] = CUE_ISA_VARIANTS(gather_row);
 decltype(&portable::weight_before_row) const weight_before_variants[] = CUE_ISA_VARIANTS(weight_before_row);
 
-constexpr int kLanesMax = 16;  // floats that a form may store at once
-constexpr double kTemperatureMin = 1e-36, kTemperatureMax = 1e36;  // all of Heat are ordinary floats between them
-constexpr double kClampOctaves = 200.0;  // below 2^-126 there is no weight: this is far below, and still exact
+constexpr int kLanesMax = 16;  // floats in the widest register of all variants
+constexpr double kTemperatureMin = 1e-36, kTemperatureMax = 1e36;  // SoftmaxScale has normal floats only
+constexpr double kClampOctaves = 200.0;  // differences are clamped here: far below the weight 2^-126, and still exact
 
 SoftmaxScale softmax_scale(float max_logit, double temperature) {
     const double octave_high = temperature * std::log(2.0);
-    // 15 bits, so that its product with a number of octaves is exact.
+    // 15 significant bits: the product with a number of octaves is exact.
     float high = static_cast<float>(octave_high);
     uint32_t bits;
     std::memcpy(&bits, &high, sizeof bits);
@@ -38,12 +40,12 @@ SoftmaxScale softmax_scale(float max_logit, double temperature) {
             static_cast<float>(octave_high - static_cast<double>(high))};
 }
 
-constexpr double kTargetWeightMin = std::numeric_limits<double>::min();  // a target above 0, that the first token reaches
-constexpr double kWeightOctaves = 128.0;  // a little more than a weight may have
-constexpr double kRoundingMargin = 0.99;        // far more than weights and sums are rounded by
-constexpr double kOptimisticTopP = 0.75;      // from here on it pays to suppose that the winner of all tokens is kept
+constexpr double kTargetWeightMin = std::numeric_limits<double>::min();  // positive, so that the first token reaches it
+constexpr double kWeightOctaves = 128.0;  // slightly more octaves than any weight above 0 spans
+constexpr double kRoundingMargin = 0.99;        // covers the rounding of weights and sums
+constexpr double kOptimisticTopP = 0.75;      // from here on the winner among all tokens is most likely a kept one
 
-// Kept, so that its vectors need not grow again.
+// Buffers that a thread keeps between calls.
 struct Scratch {
     std::vector<float> peaks;
     std::vector<double> sums;
@@ -60,7 +62,7 @@ struct RowOptions {
     NoiseKey key;
 };
 
-// The choice in one row.
+// Sampling of one row.
 class RowSampler {
 public:
     RowSampler(const float* logits, int64_t n, const RowOptions& options, Isa isa, Scratch& scratch)
@@ -90,7 +92,7 @@ private:
     }
 
     int64_t choose_from_kept() {
-        // What is lower has no weight: nothing changes if it is left out.
+        // Tokens with lower logits have weight 0: leaving them out changes nothing.
         float min_logit = logit_below(kWeightOctaves);
         double weight = 0.0;
         if (options_.top_k > 0) {
@@ -102,14 +104,14 @@ private:
         gather(logits_, n_, min_logit);
         softmax_weights_variants[isa_](scratch_.tokens.logits.data(), scratch_.tokens.count, scale_, scratch_.tokens.weights.data());
         if (options_.top_k == 0 && options_.top_p >= kOptimisticTopP) {
-            // Mostly the winner of all is one of those that are kept, which is sooner found out than where they end.
+            // The winner among all tokens is mostly a kept one, and checking that is cheaper than finding the cutoff.
             const int64_t argmax = gumbel_max(kNoCutoff);
             if (weight_before(argmax) < target_weight(weight)) return argmax;
         }
         return gumbel_max(cutoff_of_kept(weight));
     }
 
-    // The sum that the kept tokens must reach.
+    // The sum of weights that the kept tokens must reach.
     double target_weight(double weight) const { return std::max(options_.top_p * weight, kTargetWeightMin); }
 
     Cutoff cutoff_of_kept(double weight) {
@@ -136,19 +138,21 @@ private:
                                   logits_[id], static_cast<int32_t>(id));
     }
 
-    // A logit below that of any token that weighs 2^-octaves at least.
+    // A logit below that of every token whose weight is 2^-octaves or more.
     float logit_below(double octaves) const {
         const double min_logit = static_cast<double>(scale_.max_logit) - octaves / static_cast<double>(scale_.octaves_per_logit);
         return std::nextafter(static_cast<float>(min_logit), -kInfinity);
     }
 
-    // All tokens lighter than this together are outside of the smallest set that reaches top_p, and so is each alone.
+    // Even all n tokens lighter than this together weigh less than 1 - top_p of the total: none of them is in the
+    // smallest set that reaches top_p.
     double top_p_octaves(double total) const {
         const double lightest = kRoundingMargin * (1.0 - options_.top_p) * total / static_cast<double>(n_);
         return -std::log2(lightest);
     }
 
-    // A logit that as many tokens reach as are wanted, and few more: so many groups of tokens do. Else `min_logit`.
+    // A logit that at least top_k tokens reach, and few more: the top_k-th largest group maximum, since each group has
+    // a token with that logit. `min_logit` if there are no more than top_k such groups.
     float top_k_lower_bound(float min_logit) {
         gather(scratch_.peaks.data(), peak_count_, min_logit);
         TokenArrays& peaks = scratch_.tokens;

@@ -1,6 +1,6 @@
-// Requires sample_types.h. Included by foreach_isa.h.
+// Requires sample_types.h. Included by foreach_isa.h: maxima, softmax weights and selection by logit of one row.
 
-// Largest numbers of groups of kGroup, in any order; returns how many, and the largest of all in *most.
+// The maxima of groups of kPeakGroup values, in any order, and the largest of all in *max_logit. Returns their number.
 int64_t group_max_row(const float* x, int64_t n, float* peaks, float* max_logit) {
     F row_max = broadcast(-INFINITY);
     int64_t count = 0;
@@ -20,14 +20,14 @@ int64_t group_max_row(const float* x, int64_t n, float* peaks, float* max_logit)
     return count;
 }
 
-// exp((x - most) / temperature) by Cody and Waite's reduction; 0 below 2^-126 and for -inf.
+// exp((x - max_logit) / temperature) with Cody-Waite range reduction; 0 below 2^-126 and for -inf.
 inline F softmax_weight(F x, const SoftmaxScale& scale) {
     const F d = max(broadcast(scale.min_difference), sub(x, broadcast(scale.max_logit)));
     const F n = round(mul(d, broadcast(scale.octaves_per_logit)));
-    // The first product is exact and the first difference nearly, so that no rounding grows with n.
+    // The first product is exact and the first difference nearly so: no rounding error grows with n.
     const F rest = sub(sub(d, mul(n, broadcast(scale.octave_high))), mul(n, broadcast(scale.octave_low)));
     const F f = mul(rest, broadcast(scale.octaves_per_logit));  // |f| <= 1/2
-    // The Taylor series of 2^f: the first term left out is 5e-9 at most.
+    // Taylor series of 2^f: the first omitted term is at most 5e-9.
     F y = broadcast(1.5252734e-5f);
     y = fma(y, f, broadcast(1.5403530e-4f));
     y = fma(y, f, broadcast(1.3333558e-3f));
@@ -39,7 +39,7 @@ inline F softmax_weight(F x, const SoftmaxScale& scale) {
     return scale_by_power(y, n);
 }
 
-// Not inlined, so that a token has the same weight wherever it is asked for.
+// Not inlined, so that a token has the same weight in every caller.
 CUE_NOINLINE void softmax_weights(const float* x, int64_t n, const SoftmaxScale& scale, float* weights) {
     int64_t i = 0;
     for (; i + W <= n; i += W) store(weights + i, softmax_weight(load(x + i), scale));
@@ -48,7 +48,7 @@ CUE_NOINLINE void softmax_weights(const float* x, int64_t n, const SoftmaxScale&
     store_partial(weights + i, softmax_weight(load_partial(x + i, left), scale), left);
 }
 
-// The sum of the first `count` of kRun weights, and zeros for the others.
+// The sum of the first `count` of kTokenRun weights. Sets the others to 0.
 inline double sum_of_run(float* weights, int64_t count) {
     for (int64_t i = count; i < kTokenRun; ++i) weights[i] = 0.0f;
     double lanes[kSumLanes] = {};
@@ -59,7 +59,7 @@ inline double sum_of_run(float* weights, int64_t count) {
     return sum;
 }
 
-// The weight of each kRun tokens.
+// The total weight of each run of kTokenRun tokens.
 void run_weights_row(const float* x, int64_t n, const SoftmaxScale& scale, double* sums) {
     float weights[kTokenRun];
     for (int64_t begin = 0; begin < n; begin += kTokenRun) {
@@ -69,7 +69,7 @@ void run_weights_row(const float* x, int64_t n, const SoftmaxScale& scale, doubl
     }
 }
 
-// The weight of the tokens that come before this one in descending order of logits, equals by their ids.
+// The total weight of the tokens before this one in descending order of logits, equal logits in order of ids.
 double weight_before_row(const float* x, const float* weights, const int32_t* ids, int64_t n, float logit, int32_t id) {
     double sum = 0.0;
     float counted[kTokenRun];
@@ -86,7 +86,7 @@ double weight_before_row(const float* x, const float* weights, const int32_t* id
     return sum;
 }
 
-// The numbers that are not below `min_logit`, and where they were, in order; returns how many.
+// The values that are at least `min_logit`, and their positions, in order. Returns their number.
 int64_t gather_row(const float* x, int64_t n, float min_logit, float* found, int32_t* ids) {
     int64_t count = 0;
     for (int64_t begin = 0; begin < n; begin += kSkipBlock) {
@@ -95,7 +95,7 @@ int64_t gather_row(const float* x, int64_t n, float min_logit, float* found, int
         int64_t i = begin;
         for (; i + W <= end; i += W) row_max = max(row_max, load(x + i));
         if (i == end && lane_max(row_max) < min_logit) continue;
-        // Each is written, and overwritten by the next unless it counts.
+        // Every value is stored; the next overwrites it unless `count` advances.
         for (i = begin; i < end; ++i) {
             found[count] = x[i];
             ids[count] = static_cast<int32_t>(i);

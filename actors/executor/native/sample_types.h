@@ -1,19 +1,19 @@
-// Constants and small types that the sampling kernels and their callers share.
+// Types and constants that the sampling kernels and their callers share.
 #pragma once
 
 #include <cstdint>
 
 namespace cue {
 
-// What turns logits of one row into weights.
+// Conversion from the logits of one row to weights.
 struct SoftmaxScale {
     float max_logit;                 // the largest logit
-    float min_difference;                // differences to it below this have no weight
+    float min_difference;                // differences to it are clamped here: their weight is 0
     float octaves_per_logit;               // log2(e) / temperature
-    float octave_high, octave_low;  // together the difference that halves a weight; the first has few bits
+    float octave_high, octave_low;  // their sum is the difference that halves a weight; octave_high has 15 bits
 };
 
-// What makes the noise of one row its own.
+// Key of a row's noise.
 struct NoiseKey {
     uint32_t low, high;
 };
@@ -24,12 +24,12 @@ inline uint32_t lowbias32(uint32_t x) {
     return x ^ (x >> 16);
 }
 
-// As in chance.py.
+// 32 hashed bits (lowbias32, Wellons 2018) of a key and a token id: the same as in the Python and torch samplers.
 inline uint32_t noise_bits(NoiseKey key, uint32_t id) { return lowbias32(lowbias32(id + key.low) ^ key.high); }
 
-constexpr int kPeakGroup = 16;  // numbers of which the largest is kept, to find the k-th largest of all
-constexpr int kTokenRun = 256;   // tokens that are weighed or bounded in one go: they stay in the first cache
-constexpr int kSumLanes = 16;  // sums side by side, the same in every form
-constexpr int kSkipBlock = 64;   // numbers that are passed over together
+constexpr int kPeakGroup = 16;  // values per group maximum, for the search for the k-th largest value
+constexpr int kTokenRun = 256;   // tokens per pass over weights or bounds, which stay in the first-level cache
+constexpr int kSumLanes = 16;  // independent sums, the same number in every variant
+constexpr int kSkipBlock = 64;   // values that are skipped together if none qualifies
 
 }  // namespace cue

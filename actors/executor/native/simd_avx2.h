@@ -1,4 +1,4 @@
-// 8 floats in a register, 16 registers.
+// AVX2: registers F of W = 8 floats, 16 registers.
 using F = __m256;
 constexpr int W = 8;
 constexpr int kRegisters = 16;
@@ -10,7 +10,7 @@ inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
 inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
 inline F div(F a, F b) { return _mm256_div_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-// Where one is NaN: `b`.
+// If an operand is NaN: `b`.
 inline F max(F a, F b) { return _mm256_max_ps(a, b); }
 inline F abs(F a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 inline float lane_sum(F a) {
@@ -50,10 +50,10 @@ inline void store_partial(float* p, F a, int n) { _mm256_maskstore_ps(p, first_l
 inline F blend_first(int n, F a, F b) { return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(first_lanes_mask(n))); }
 
 inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// f * 2^n for a whole n; 0 where that is too small.
+// f * 2^n for an integer n; 0 if n < -126.
 inline F scale_by_power(F f, F n) {
     const F enough = _mm256_cmp_ps(n, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ);
-    // In two steps, since 2^128 is no float but f * 2^128 may be.
+    // In two steps: 2^128 is no float, while f * 2^128 may be.
     const __m256i whole = _mm256_cvtps_epi32(max(_mm256_set1_ps(-126.0f), _mm256_min_ps(_mm256_set1_ps(200.0f), n)));
     const __m256i first_half = _mm256_srai_epi32(whole, 1), second_half = _mm256_sub_epi32(whole, first_half);
     const __m256i bias = _mm256_set1_epi32(127);
@@ -65,7 +65,7 @@ inline F scale_by_power(F f, F n) {
 inline F unpack_low_64(F a, F b) { return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b))); }
 inline F unpack_high_64(F a, F b) { return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b))); }
 
-// Lane i: the sum of the lanes of rows[i].
+// Lane i is the sum of the lanes of rows[i].
 inline F row_sums(const F* rows) {
     F quad_sums[2];
     for (int i = 0; i < 2; ++i) {
@@ -77,7 +77,7 @@ inline F row_sums(const F* rows) {
     return add(_mm256_permute2f128_ps(quad_sums[0], quad_sums[1], 0x20), _mm256_permute2f128_ps(quad_sums[0], quad_sums[1], 0x31));
 }
 
-// Rows become columns.
+// Transpose W rows of W lanes in place.
 inline void transpose(F* rows) {
     F t[W];
     for (int i = 0; i < W; i += 4) {
@@ -91,7 +91,7 @@ inline void transpose(F* rows) {
     }
 }
 
-// To the nearest bf16, ties to even, as torch converts.
+// Round to the nearest bfloat16, ties to even, as torch does.
 inline void store(Bf16* p, F a) {
     const __m256i bits = _mm256_castps_si256(a);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -102,7 +102,7 @@ inline void store(Bf16* p, F a) {
     const __m128i low = _mm256_castsi256_si128(rounded), high = _mm256_extracti128_si256(rounded, 1);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi32(low, high));
 }
-// Rounded to the nearest whole number; it must lie in -128..127.
+// Round to the nearest integer, which must be in -128..127.
 inline void store(int8_t* p, F a) {
     const __m256i whole = _mm256_cvtps_epi32(a);
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));

@@ -1,4 +1,4 @@
-// 16 floats in a register, 32 registers.
+// AVX-512: registers F of W = 16 floats, 32 registers.
 using F = __m512;
 constexpr int W = 16;
 constexpr int kRegisters = 32;
@@ -10,7 +10,7 @@ inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
 inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F div(F a, F b) { return _mm512_div_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-// Where one is NaN: `b`.
+// If an operand is NaN: `b`.
 inline F max(F a, F b) { return _mm512_max_ps(a, b); }
 inline F abs(F a) { return _mm512_abs_ps(a); }
 inline float lane_sum(F a) { return _mm512_reduce_add_ps(a); }
@@ -40,7 +40,7 @@ inline void store_partial(float* p, F a, int n) { _mm512_mask_storeu_ps(p, first
 // `a` in the first n lanes, `b` in the others.
 inline F blend_first(int n, F a, F b) { return _mm512_mask_blend_ps(n <= 0 ? 0 : n >= W ? 0xffff : first_lanes_mask(n), b, a); }
 
-// f * 2^n for a whole n; 0 where that is too small.
+// f * 2^n for an integer n; 0 if n < -126.
 inline F scale_by_power(F f, F n) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), f, n);
 }
@@ -49,7 +49,7 @@ inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT |
 inline F unpack_low_64(F a, F b) { return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); }
 inline F unpack_high_64(F a, F b) { return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); }
 
-// Lane i: the sum of the lanes of rows[i].
+// Lane i is the sum of the lanes of rows[i].
 inline F row_sums(const F* rows) {
     F quad_sums[4];
     for (int i = 0; i < 4; ++i) {
@@ -67,7 +67,7 @@ inline F row_sums(const F* rows) {
                          _mm512_shuffle_f32x4(half_sums[0], half_sums[1], 0xdd));
 }
 
-// Rows become columns.
+// Transpose W rows of W lanes in place.
 inline void transpose(F* rows) {
     F t[W];
     for (int i = 0; i < W; i += 4) {
@@ -84,7 +84,7 @@ inline void transpose(F* rows) {
     }
 }
 
-// To the nearest bf16, ties to even, as torch converts.
+// Round to the nearest bfloat16, ties to even, as torch does.
 inline void store(Bf16* p, F a) {
     const __m512i bits = _mm512_castps_si512(a);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -93,7 +93,7 @@ inline void store(Bf16* p, F a) {
     rounded = _mm512_mask_set1_epi32(rounded, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), kBf16Nan);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
 }
-// Rounded to the nearest whole number; it must lie in -128..127.
+// Round to the nearest integer, which must be in -128..127.
 inline void store(int8_t* p, F a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a)));
 }

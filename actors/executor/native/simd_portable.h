@@ -1,4 +1,4 @@
-// 4 floats in a vector of the compiler's own, which every processor has in some form.
+// Portable: vectors F of W = 4 floats by compiler extension, for any processor.
 typedef float F __attribute__((vector_size(16)));
 constexpr int W = 4;
 #if defined(__aarch64__)
@@ -19,7 +19,7 @@ inline F sub(F a, F b) { return a - b; }
 inline F mul(F a, F b) { return a * b; }
 inline F div(F a, F b) { return a / b; }
 inline F fma(F a, F b, F c) { return a * b + c; }
-// Where one is NaN: `b`.
+// If an operand is NaN: `b`.
 inline F max(F a, F b) { return a > b ? a : b; }
 inline F abs(F a) {
     return map_lanes([&](int i) { return std::fabs(a[i]); });
@@ -57,7 +57,7 @@ inline F blend_first(int n, F a, F b) {
     return map_lanes([&](int i) { return i < n ? a[i] : b[i]; });
 }
 
-// What lies beyond 2^23 is whole already; NaN passes.
+// Values of 2^22 and more are returned unchanged; NaN passes.
 inline F round(F a) {
     const F shift = broadcast(12582912.0f);  // 1.5 * 2^23: sums with it have no fraction
     return abs(a) < broadcast(4194304.0f) ? (a + shift) - shift : a;
@@ -68,23 +68,23 @@ inline float power_of_two(int32_t n) {
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
-// f * 2^n for a whole n; 0 where that is too small.
+// f * 2^n for an integer n; 0 if n < -126.
 inline F scale_by_power(F f, F n) {
     return map_lanes([&](int i) {
         const float exponent = n[i];
-        // In two steps, since 2^128 is no float but f * 2^128 may be. NaN counts as 200: f is NaN then.
+        // In two steps: 2^128 is no float, while f * 2^128 may be. NaN becomes 200: f is NaN as well.
         const int32_t whole = exponent < -126.0f ? -126 : exponent < 200.0f ? static_cast<int32_t>(exponent) : 200;
         const float scaled = f[i] * power_of_two(whole >> 1) * power_of_two(whole - (whole >> 1));
         return exponent < -126.0f ? 0.0f : scaled;
     });
 }
 
-// Lane i: the sum of the lanes of rows[i].
+// Lane i is the sum of the lanes of rows[i].
 inline F row_sums(const F* rows) {
     return map_lanes([=](int i) { return lane_sum(rows[i]); });
 }
 
-// Rows become columns.
+// Transpose W rows of W lanes in place.
 inline void transpose(F* rows) {
     const F a = rows[0], b = rows[1], c = rows[2], d = rows[3];
     for (int i = 0; i < W; ++i) rows[i] = F{a[i], b[i], c[i], d[i]};
@@ -93,7 +93,7 @@ inline void transpose(F* rows) {
 inline void store(Bf16* p, F a) {
     for (int i = 0; i < W; ++i) p[i] = float_to_bf16(a[i]);
 }
-// Rounded to the nearest whole number; it must lie in -128..127.
+// Round to the nearest integer, which must be in -128..127.
 inline void store(int8_t* p, F a) {
     for (int i = 0; i < W; ++i) p[i] = static_cast<int8_t>(std::nearbyint(a[i]));
 }

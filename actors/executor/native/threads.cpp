@@ -1,3 +1,4 @@
+// The thread pool: tasks are claimed from a shared counter, and idle workers spin before they sleep.
 #include "threads.h"
 
 #include <atomic>
@@ -19,8 +20,8 @@
 namespace cue {
 namespace {
 
-// A step of a model is a few hundred jobs with pauses of microseconds between them: a worker that slept through each
-// pause would take longer to wake than the job takes.
+// A step of a model is a few hundred jobs with microseconds between them: waking a sleeping worker would take longer
+// than a job.
 constexpr std::chrono::microseconds kSpinTime{50};
 constexpr int kPausesPerCheck = 32;
 constexpr int kThreadsMax = 1024;
@@ -33,7 +34,7 @@ void cpu_relax() {
 #endif
 }
 
-// Spin until `ready()`; false if it took longer than kSpin.
+// Spin until `ready()`; false after kSpinTime.
 template <class Ready>
 bool spin_until(Ready ready) {
     const auto begin = std::chrono::steady_clock::now();
@@ -51,14 +52,14 @@ thread_local bool in_task = false;
 class ThreadPool {
 public:
     explicit ThreadPool(int workers) {
-        // Signals are for the threads of the host program.
+        // Workers block all signals: handlers run on the host program's threads.
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
             for (int i = 0; i < workers; ++i) threads_.emplace_back([this] { worker_loop(); });
         } catch (const std::system_error&) {
-            // No more threads to be had: the others do the work.
+            // The system refused a thread: the existing ones do the work.
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
@@ -81,8 +82,8 @@ public:
     }
 
 private:
-    // Claim and run tasks until none are left. A claim is valid whatever job it finds: the fields of that job were
-    // written before its tasks were offered, and stay until the claimed task is done.
+    // Claim and run tasks until none are left. A claim is valid for whichever job it belongs to: a job's fields are
+    // written before its tasks are offered, and stay until every claimed task is finished.
     void run_tasks() {
         for (;;) {
             uint32_t unclaimed = unclaimed_.load(std::memory_order_relaxed);
@@ -106,7 +107,8 @@ private:
 
     void wait_for_work() {
         std::unique_lock<std::mutex> lock(sleep_mutex_);
-        // Counted before the last look, as `run_job` offers its tasks before it counts: one of the two sees the other.
+        // Count as sleeping before the last check; `run_job` offers its tasks before it reads the count. One of the two
+        // sees the other.
         sleeping_.fetch_add(1);
         work_available_.wait(lock, [this] { return has_work(); });
         sleeping_.fetch_sub(1);
@@ -138,16 +140,16 @@ int available_processors() {
     return count > 0 ? count : 1;
 }
 
-// Never destroyed: at exit the workers sleep, and nobody must wait for them.
+// Never destroyed: workers may sleep at exit, and the process does not wait for them.
 struct SharedState {
-    std::mutex caller_turn;  // held by whoever has the pool do something
+    std::mutex caller_turn;  // held while a caller uses or replaces the pool
     ThreadPool* pool = nullptr;
     std::atomic<int> threads{available_processors()};
 };
 
 SharedState* shared = nullptr;
 
-// A forked child has none of the workers, and its copy of the mutex may be held by a thread that is not there.
+// A forked child has no workers, and its copy of the mutex may be locked by a thread that does not exist.
 void after_fork_in_child() {
     const int threads = shared->threads.load();
     shared = new SharedState;

@@ -1,3 +1,4 @@
+// Histograms of logits, refined around the wanted rank.
 #include "token_ranking.h"
 
 #include "sample_types.h"
@@ -12,10 +13,10 @@ decltype(&portable::min_max_row) const min_max_variants[] = CUE_ISA_VARIANTS(min
 decltype(&portable::bin_members_row) const bin_members_variants[] = CUE_ISA_VARIANTS(bin_members_row);
 decltype(&portable::assign_bins_row) const assign_bins_variants[] = CUE_ISA_VARIANTS(assign_bins_row);
 
-constexpr int kReplicas = 4;  // sums of a bin side by side, since neighbours are often in one bin
-constexpr int64_t kInsertionSortMax = 32;  // sorted by insertion
+constexpr int kReplicas = 4;  // independent sums per bin: neighbouring tokens are often in one bin
+constexpr int64_t kInsertionSortMax = 32;  // up to this many tokens are sorted by insertion
 
-// Few tokens: in descending order of logits, equals as they were.
+// Sort a few tokens by descending logits; equal logits keep their order.
 void sort(TokenArrays& tokens) {
     for (int64_t i = 1; i < tokens.count; ++i) {
         const float logit = tokens.logits[i], weight = tokens.weights[i];

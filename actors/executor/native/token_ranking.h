@@ -1,4 +1,5 @@
-// Places in the descending order of tokens by logit, found without sorting all of them.
+// Prefixes of the descending order of tokens by logit, found without sorting all tokens. Used for top-k and top-p
+// (nucleus sampling, Holtzman et al. 2019).
 #pragma once
 
 #include <cstddef>
@@ -9,7 +10,7 @@
 
 namespace cue {
 
-// Tokens in the order of their ids.
+// Tokens in ascending order of ids.
 struct TokenArrays {
     std::vector<float> logits, weights;
     std::vector<int32_t> ids, bins;
@@ -31,16 +32,16 @@ struct RankSums {
     void add(const RankSums& more) { weight += more.weight, count += more.count; }
 };
 
-// A place in the descending order of tokens: the sums of all up to `id`, that one included.
+// A prefix of the descending order of tokens: its sums, and the id of its last token.
 struct RankedPrefix {
     RankSums sums;
     int64_t id;
 };
 
-// The one that comes first; `b` if they are the same.
+// The shorter prefix; `b` if they are equal.
 inline RankedPrefix shorter(const RankedPrefix& a, const RankedPrefix& b) { return b.sums.count <= a.sums.count ? b : a; }
 
-// Weight and number of tokens by bins of their logits, the largest first; gives each token its bin.
+// Weight and number of tokens in bins of logits, the largest logits first. The constructor assigns each token its bin.
 class LogitHistogram {
 public:
     LogitHistogram(TokenArrays& tokens, Isa isa);
@@ -50,7 +51,8 @@ public:
     // Whether all tokens have the same logit.
     bool is_flat() const { return is_flat_; }
 
-    // The bin in which the target is reached, or the last that measures anything; `preceding` grows by the bins before it.
+    // The bin in which the sum reaches the target, or the last bin that adds to it. Adds the bins before that one to
+    // `preceding`.
     int reach(Measure measure, double target, RankSums& preceding) const;
 
 private:
@@ -59,17 +61,18 @@ private:
     bool is_flat_;
 };
 
-// Finds places in the descending order of many tokens without sorting them: only the bin where a place must lie is
-// looked at again, in finer bins, until it has few tokens or equal ones.
+// Finds prefixes of the descending order of many tokens. Only the bin that holds the end of the prefix is examined
+// further, in finer bins, until it has few tokens or equal ones.
 class TokenRanking {
 public:
     TokenRanking(TokenArrays& all, TokenArrays& subset, std::vector<int32_t>& positions, Isa isa)
         : all_(all), subset_(subset), positions_(positions), isa_(isa), histogram_(all, isa) {}
 
-    // After all tokens.
+    // All tokens.
     RankedPrefix whole() const { return {histogram_.all(), -1}; }
 
-    // The first place that reaches the target, which is above 0; or the last that adds to the measure.
+    // The shortest prefix whose sum reaches the target, which is above 0; or else the prefix up to the last token that
+    // adds to the sum.
     RankedPrefix reach(Measure measure, double target);
 
 private:

@@ -1,8 +1,8 @@
-// Requires sample_types.h. Included by foreach_isa.h.
+// Requires sample_types.h. Included by foreach_isa.h: the passes over tokens of a histogram.
 
-// The least and the largest of n > 0 numbers.
+// Minimum and maximum of n > 0 values.
 void min_max_row(const float* x, int64_t n, float* minimum, float* maximum) {
-    F low = broadcast(-INFINITY), high = low;  // low is of the negated numbers
+    F low = broadcast(-INFINITY), high = low;  // low: the maximum of the negated values
     int64_t i = 0;
     for (; i + W <= n; i += W) {
         const F values = load(x + i);
@@ -15,12 +15,12 @@ void min_max_row(const float* x, int64_t n, float* minimum, float* maximum) {
     }
 }
 
-// Which bin each of x belongs to: (high - x) * scale, rounded down.
+// The bin of each value: (high - x) * scale, rounded down.
 void assign_bins_row(const float* x, int64_t n, double high, double scale, int32_t* bins) {
     for (int64_t i = 0; i < n; ++i) bins[i] = static_cast<int32_t>((high - static_cast<double>(x[i])) * scale);
 }
 
-// Where the bins are this one, in order; returns how many.
+// The positions at which `bins` equals `bin`, in order. Returns their number.
 int64_t bin_members_row(const int32_t* bins, int64_t n, int32_t bin, int32_t* positions) {
     int64_t count = 0;
     for (int64_t begin = 0; begin < n; begin += kSkipBlock) {

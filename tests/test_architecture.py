@@ -32,7 +32,8 @@ MODULES = imports.read_modules(ROOT)
 FOLDERS = {"messages": "cuelight.messages", "actors": "cuelight.actors", "runtime": "cuelight"}
 
 TOP_LEVEL = {
-    *(".ci", ".git", ".github", ".gitignore", "CHANGELOG.md", "LICENSE", "Makefile", "README.md", "pyproject.toml"),
+    *(".ci", ".clang-format", ".git", ".github", ".gitignore"),
+    *("CHANGELOG.md", "LICENSE", "Makefile", "README.md", "pyproject.toml"),
     *("actors", "benchmarks", "docs", "examples", "messages", "runtime", "tests"),
 }
 FUNCTION_LINES_MAX = 70

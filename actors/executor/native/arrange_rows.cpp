@@ -43,9 +43,11 @@ void arrange_block_bf16(const float* x, int64_t stride, int size, int64_t inputs
                 from = last;
             }
             alignas(64) uint32_t pairs[kInputsAtOnce / 2];
-            const __m512bh packed = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + kInputsAtOnce / 2), _mm512_loadu_ps(from));
+            const __m512bh packed =
+                _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + kInputsAtOnce / 2), _mm512_loadu_ps(from));
             std::memcpy(pairs, &packed, sizeof pairs);
-            for (int p = 0; p < (count + 1) / 2; ++p, out += size * kBf16PairBytes) std::memcpy(out, pairs + p, kBf16PairBytes);
+            for (int p = 0; p < (count + 1) / 2; ++p, out += size * kBf16PairBytes)
+                std::memcpy(out, pairs + p, kBf16PairBytes);
         }
     }
 }
@@ -60,8 +62,9 @@ int64_t arranged_bytes(int64_t rows, int64_t inputs) { return rows * round_up(in
 
 ArrangedRows arrange_rows(WeightKind kind, const float* x, int64_t stride, int64_t rows, int64_t inputs, void* buffer) {
     const int unit_inputs = kind == kBf16 ? 2 : 1;
-    ArrangedRows view{rows, inputs, unit_count(kind, inputs), unit_inputs * 4, static_cast<const uint8_t*>(buffer), nullptr, nullptr,
-              nullptr};
+    ArrangedRows view{
+        rows,    inputs, unit_count(kind, inputs), unit_inputs * 4, static_cast<const uint8_t*>(buffer), nullptr,
+        nullptr, nullptr};
     auto arrange = unit_inputs == 1 ? arrange_block<1> : arrange_block<2>;
 #if CUE_X86_BF16
     const bool to_bf16 = kind == kBf16 && has_avx512_bf16();
@@ -81,8 +84,7 @@ ArrangedRows arrange_rows(WeightKind kind, const float* x, int64_t stride, int64
     };
     if (rows * inputs <= kSingleThreadValues)
         for (int block = 0; block < blocks.count; ++block) arrange_one(block);
-    else
-        parallel(static_cast<int>(blocks.count), arrange_one);
+    else parallel(static_cast<int>(blocks.count), arrange_one);
     return view;
 }
 

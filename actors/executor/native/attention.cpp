@@ -17,11 +17,11 @@
 namespace cue {
 namespace {
 
-constexpr int kTileQueries = 32;   // query tokens per tile: keys and values are read once for all of them
-constexpr int kTilesPerThread = 4; // below this many tiles per thread, tiles are halved
+constexpr int kTileQueries = 32;    // query tokens per tile: keys and values are read once for all of them
+constexpr int kTilesPerThread = 4;  // below this many tiles per thread, tiles are halved
 constexpr int kTileQueriesMin = 4;
-constexpr int64_t kPartTokensMin = 128;  // minimum context tokens in a part of a split decode
-constexpr int64_t kPartTokensMax = 1024; // and the approximate maximum, where there are several threads
+constexpr int64_t kPartTokensMin = 128;   // minimum context tokens in a part of a split decode
+constexpr int64_t kPartTokensMax = 1024;  // and the approximate maximum, where there are several threads
 constexpr int kPartsPerThread = 4;
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr size_t kCacheLine = 64;
@@ -93,7 +93,9 @@ bool is_valid_call(const AttentionCall& call) {
     for (int i = 0; i < sequences.count; ++i) {
         const int64_t length = sequences.context_lengths[i], table_begin = sequences.table_offsets[i];
         const int64_t needed = (length + kv.block_size - 1) / kv.block_size;
-        if (call.query_count(i) < 1 || length < call.query_count(i) || table_begin < 0 || table_begin + needed > sequences.block_entries) return false;
+        if (call.query_count(i) < 1 || length < call.query_count(i) || table_begin < 0 ||
+            table_begin + needed > sequences.block_entries)
+            return false;
         for (int64_t entry = table_begin; entry < table_begin + needed; ++entry)
             if (sequences.blocks[entry] < 0 || sequences.blocks[entry] >= kv.blocks) return false;
     }
@@ -116,7 +118,7 @@ void plan_decode(const AttentionCall& call, int i, int parts_wanted, Plan& plan)
         if (parts > 1) plan.splits.push_back({i, head, plan.parts, parts});
         for (int part = 0; part < parts; ++part)
             plan.items.push_back({i, head, part_begin(length, part, parts), part_begin(length, part + 1, parts), 0, 1,
-                                   parts > 1 ? plan.parts++ : -1});
+                                  parts > 1 ? plan.parts++ : -1});
     }
 }
 
@@ -125,8 +127,8 @@ void plan_chunk(const AttentionCall& call, int i, int tile, Plan& plan) {
     for (int head = 0; head < call.kv.kv_heads; ++head)
         for (int64_t first = 0; first < call.query_count(i); first += tile) {
             const int64_t queries = std::min<int64_t>(tile, call.query_count(i) - first);
-            plan.items.push_back({i, head, 0, before + first + queries, static_cast<int>(first),
-                                   static_cast<int>(queries), -1});
+            plan.items.push_back(
+                {i, head, 0, before + first + queries, static_cast<int>(first), static_cast<int>(queries), -1});
         }
 }
 

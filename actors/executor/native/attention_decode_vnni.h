@@ -5,7 +5,8 @@ static_assert(kSegmentTokens == kGroupsPerSegment * W, "a segment is a run of gr
 // scores[h * kSegmentTokens + t] = q[h] . keys[t] for N groups of tokens, before scales. `pair_stride` is the distance
 // in values between neighbouring pairs of a token's dimensions.
 template <class Dot, int G, int N>
-inline void score_groups(const TokenGroups<Dot>& groups, const TokenGroups<Dot>& next, float* q, int n, int pair_stride, float* scores) {
+inline void score_groups(const TokenGroups<Dot>& groups, const TokenGroups<Dot>& next, float* q, int n, int pair_stride,
+                         float* scores) {
     typename Dot::Accumulator sum[G][N];
 #pragma GCC unroll 4
     for (int h = 0; h < G; ++h)
@@ -33,7 +34,8 @@ inline void score_groups(const TokenGroups<Dot>& groups, const TokenGroups<Dot>&
 // sum[h] += weights[h][t] * values[t] + weights[h][t + 1] * values[t + 1] over N registers of pairs; without
 // kBothTokens only the first product.
 template <class Dot, int G, int N, bool kBothTokens>
-inline void accumulate_pair(const typename Dot::Stored* values, float* weights, int t, typename Dot::Accumulator (&sum)[G][N]) {
+inline void accumulate_pair(const typename Dot::Stored* values, float* weights, int t,
+                            typename Dot::Accumulator (&sum)[G][N]) {
     Lanes16 value[N];
 #pragma GCC unroll 4
     for (int c = 0; c < N; ++c) {
@@ -52,8 +54,8 @@ inline void accumulate_pair(const typename Dot::Stored* values, float* weights, 
 // out[h] = out[h] * rescale[h] + scales[h] * (sum over t of weights[h][t] * values[t]), N registers of dimensions from
 // `i` on.
 template <class Dot, int G, int N>
-inline void accumulate_groups(const TokenGroups<Dot>& groups, const TokenGroups<Dot>& next, float* weights, const float* scales,
-                       const float* rescale, float* out, int n, int i) {
+inline void accumulate_groups(const TokenGroups<Dot>& groups, const TokenGroups<Dot>& next, float* weights,
+                              const float* scales, const float* rescale, float* out, int n, int i) {
     typename Dot::Accumulator sum[G][N];
 #pragma GCC unroll 4
     for (int h = 0; h < G; ++h)
@@ -92,15 +94,17 @@ struct VnniDecode {
         }
     }
     CUE_NOINLINE void score(const AttentionTask& task, const Tokens& groups, const Tokens& next, float* q, int n,
-                         float* scores) const {
+                            float* scores) const {
         const int pair_stride = 2 * task.kv->block_size;
-        if (groups.count <= kSegmentTokens / 2) score_groups<Dot, G, kGroupsPerSegment / 2>(groups, next, q, n, pair_stride, scores);
+        if (groups.count <= kSegmentTokens / 2)
+            score_groups<Dot, G, kGroupsPerSegment / 2>(groups, next, q, n, pair_stride, scores);
         else score_groups<Dot, G, kGroupsPerSegment>(groups, next, q, n, pair_stride, scores);
         if (!Dot::kHasScales) return;
-        for (int h = 0; h < G; ++h) multiply_by_scales(groups, task.kv->key_scales, q_scales[h], scores + h * kSegmentTokens);
+        for (int h = 0; h < G; ++h)
+            multiply_by_scales(groups, task.kv->key_scales, q_scales[h], scores + h * kSegmentTokens);
     }
-    CUE_NOINLINE void accumulate_values(const AttentionTask& task, const Tokens& groups, const Tokens& next, float* weights,
-                              const float* rescale, float* out, int n) {
+    CUE_NOINLINE void accumulate_values(const AttentionTask& task, const Tokens& groups, const Tokens& next,
+                                        float* weights, const float* rescale, float* out, int n) {
         const int count = (groups.count + W - 1) / W * W;
         for (int h = 0; h < G; ++h) {
             float* const head_weights = weights + h * kSegmentTokens;

@@ -19,8 +19,8 @@ inline void prefetch(const T* data, int count) {
 #include "attention_tile.h"
 
 constexpr int kInterleavedTokens = kRegisters / 8;  // independent dot products, to hide the latency of FMA
-constexpr int kSegmentTokens = 64;               // tokens per step of the running softmax
-constexpr int kHeadsPerPass = 4;               // query heads per pass over the context
+constexpr int kSegmentTokens = 64;                  // tokens per step of the running softmax
+constexpr int kHeadsPerPass = 4;                    // query heads per pass over the context
 
 // Pointers to the keys and values of kSegmentTokens tokens. Entries behind `count` repeat the last token, so that every
 // pointer may be read.
@@ -29,7 +29,7 @@ struct Segment {
     int count;
     const T* keys[kSegmentTokens];
     const T* values[kSegmentTokens];
-    int64_t token_index[kSegmentTokens];  // position in the pool, counted in tokens of one head
+    int64_t token_index[kSegmentTokens];         // position in the pool, counted in tokens of one head
     bool scales_contiguous[kSegmentTokens / W];  // whether W neighbouring tokens lie side by side
 };
 
@@ -78,7 +78,8 @@ inline void multiply_by_scales(float* values, const float* scales, const Segment
 
 // sum[h][t] += q[h] * key[t], lane by lane, for one register of dimensions.
 template <int G>
-inline void accumulate_dots(const float* q, int padded, const F (&key)[kInterleavedTokens], F (&sum)[G][kInterleavedTokens]) {
+inline void accumulate_dots(const float* q, int padded, const F (&key)[kInterleavedTokens],
+                            F (&sum)[G][kInterleavedTokens]) {
     for (int h = 0; h < G; ++h) {
         const F query = load(q + h * padded);
         for (int t = 0; t < kInterleavedTokens; ++t) sum[h][t] = fma(query, key[t], sum[h][t]);
@@ -115,8 +116,8 @@ CUE_NOINLINE void score_segment(const Segment<T>& segment, const float* q, int p
 // out[h] = out[h] * rescale[h] + (sum over t of weights[h][t] * values[t]), N registers of dimensions from `i` on.
 // Without kFullRegisters the register has `tail_lanes` dimensions.
 template <class T, int G, int N, bool kFullRegisters>
-inline void accumulate_values(const Segment<T>& segment, const Segment<T>& next, const float* weights, const float* rescale,
-                       float* out, int padded, int i, int tail_lanes) {
+inline void accumulate_values(const Segment<T>& segment, const Segment<T>& next, const float* weights,
+                              const float* rescale, float* out, int padded, int i, int tail_lanes) {
     F sum[G][N];
     for (int h = 0; h < G; ++h)
         for (int c = 0; c < N; ++c) sum[h][c] = mul(load(out + h * padded + i + c * W), broadcast(rescale[h]));
@@ -124,7 +125,8 @@ inline void accumulate_values(const Segment<T>& segment, const Segment<T>& next,
         if (i == 0) prefetch(next.keys[t], padded);
         F value[N];
         for (int c = 0; c < N; ++c)
-            value[c] = kFullRegisters ? load(segment.values[t] + i + c * W) : load_partial(segment.values[t] + i, tail_lanes);
+            value[c] =
+                kFullRegisters ? load(segment.values[t] + i + c * W) : load_partial(segment.values[t] + i, tail_lanes);
         for (int h = 0; h < G; ++h) {
             const F weight = broadcast(weights[h * kSegmentTokens + t]);
             for (int c = 0; c < N; ++c) sum[h][c] = fma(weight, value[c], sum[h][c]);
@@ -136,7 +138,7 @@ inline void accumulate_values(const Segment<T>& segment, const Segment<T>& next,
 
 template <class T, int G>
 CUE_NOINLINE void accumulate_all_values(const Segment<T>& segment, const Segment<T>& next, const float* weights,
-                              const float* rescale, float* out, int padded, int n) {
+                                        const float* rescale, float* out, int padded, int n) {
     constexpr int kRegistersPerPass = kRegisters / 8;
     int i = 0;
     for (; i + kRegistersPerPass * W <= n; i += kRegistersPerPass * W)
@@ -180,7 +182,7 @@ struct FloatDecode {
         for (int h = 0; h < G; ++h) multiply_by_scales(scores + h * kSegmentTokens, task.kv->key_scales, segment);
     }
     void accumulate_values(const AttentionTask& task, const Tokens& segment, const Tokens& next, float* weights,
-                    const float* rescale, float* out, int padded) const {
+                           const float* rescale, float* out, int padded) const {
         for (int h = 0; h < G; ++h) multiply_by_scales(weights + h * kSegmentTokens, task.kv->value_scales, segment);
         accumulate_all_values<T, G>(segment, next, weights, rescale, out, padded, task.kv->head_dim);
     }
@@ -219,7 +221,8 @@ void attend_heads(const AttentionTask& task, int head) {
         if (after < task.end) locate_tokens(task, after, next);
         else locate_tokens(likely_next, likely_next.begin, next);
         policy.score(task, segment, next, q, padded, weights);
-        for (int h = 0; h < G; ++h) rescale[h] = softmax_step(weights + h * kSegmentTokens, segment.count, running_max[h], running_sum[h]);
+        for (int h = 0; h < G; ++h)
+            rescale[h] = softmax_step(weights + h * kSegmentTokens, segment.count, running_max[h], running_sum[h]);
         policy.accumulate_values(task, segment, next, weights, rescale, out, padded);
     }
     for (int h = 0; h < G; ++h) {

@@ -4,26 +4,26 @@
 
 // A micro-kernel has kMicroRows * kMicroRegisters sums in registers.
 constexpr int kMicroRows = kRegisters == 32 ? 6 : 3;
-constexpr int kMicroRegisters = 4;  // per row
-constexpr int kTileKeys = kMicroRegisters * W;                 // context tokens per tile of keys
+constexpr int kMicroRegisters = 4;              // per row
+constexpr int kTileKeys = kMicroRegisters * W;  // context tokens per tile of keys
 
 // Scratch memory of one tile. Rows are padded with zeros to whole registers, and the number of rows to whole
 // micro-kernels.
 struct QueryTile {
     int rows, rows_padded, n, padded;
-    float* q;       // [rows, padded], scaled
-    float* out;     // [rows, padded], not yet divided by the sum of weights
-    float* weights; // [rows, kTileKeys]: scores, then weights
-    float* keys;    // [padded, kTileKeys]: transposed
-    float* values;  // [kTileKeys, padded]
-    float* running_max;    // [rows]
-    float* running_sum;   // [rows, W]: a sum per lane
-    float* rescale;  // [rows]
+    float* q;            // [rows, padded], scaled
+    float* out;          // [rows, padded], not yet divided by the sum of weights
+    float* weights;      // [rows, kTileKeys]: scores, then weights
+    float* keys;         // [padded, kTileKeys]: transposed
+    float* values;       // [kTileKeys, padded]
+    float* running_max;  // [rows]
+    float* running_sum;  // [rows, W]: a sum per lane
+    float* rescale;      // [rows]
     // Used with VNNI pairs only:
-    float* vnni_scales;                    // of q [rows], of keys [kTileKeys], of values [kTileKeys]
-    float* weight_scales;             // [rows]
+    float* vnni_scales;                         // of q [rows], of keys [kTileKeys], of values [kTileKeys]
+    float* weight_scales;                       // [rows]
     const void* key_groups[kMicroRegisters];    // W keys each, in pairs of dimensions
-    int64_t key_pair_stride;                 // distance in values between neighbouring pairs
+    int64_t key_pair_stride;                    // distance in values between neighbouring pairs
     const void* value_groups[kMicroRegisters];  // W values each, in pairs of tokens
 };
 
@@ -97,7 +97,7 @@ CUE_NOINLINE void load_keys_values(const AttentionTask& task, int64_t begin, int
 // sum += left [kMicroRows, depth] @ right [depth, N registers].
 template <int N>
 inline void multiply_rows(const float* left, int left_stride, const float* right, int right_stride, int depth,
-                     F (&sum)[kMicroRows][N]) {
+                          F (&sum)[kMicroRows][N]) {
     for (int k = 0; k < depth; ++k) {
         F right_row[N];
         for (int c = 0; c < N; ++c) right_row[c] = load(right + k * right_stride + c * W);
@@ -126,7 +126,8 @@ inline void softmax_row(QueryTile& tile, int r, int64_t visible) {
     for (int c = 0; c < kMicroRegisters; ++c) {
         const int64_t remaining = visible - c * W;
         lanes[c] = load(scores + c * W);
-        if (remaining < W) lanes[c] = blend_first(remaining < 0 ? 0 : static_cast<int>(remaining), lanes[c], broadcast(-INFINITY));
+        if (remaining < W)
+            lanes[c] = blend_first(remaining < 0 ? 0 : static_cast<int>(remaining), lanes[c], broadcast(-INFINITY));
         high = max(high, lanes[c]);
     }
     const float new_max = lane_max(high);
@@ -147,7 +148,8 @@ inline void accumulate_columns(QueryTile& tile, int count, int row, int i) {
     F sum[kMicroRows][N];
     float* const out = tile.out + row * tile.padded + i;
     for (int r = 0; r < kMicroRows; ++r)
-        for (int c = 0; c < N; ++c) sum[r][c] = mul(load(out + r * tile.padded + c * W), broadcast(tile.rescale[row + r]));
+        for (int c = 0; c < N; ++c)
+            sum[r][c] = mul(load(out + r * tile.padded + c * W), broadcast(tile.rescale[row + r]));
     multiply_rows<N>(tile.weights + row * kTileKeys, kTileKeys, tile.values + i, tile.padded, count, sum);
     for (int r = 0; r < kMicroRows; ++r)
         for (int c = 0; c < N; ++c) store(out + r * tile.padded + c * W, sum[r][c]);
@@ -155,7 +157,8 @@ inline void accumulate_columns(QueryTile& tile, int count, int row, int i) {
 
 inline void accumulate_rows(QueryTile& tile, int count, int row) {
     int i = 0;
-    for (; i + kMicroRegisters * W <= tile.padded; i += kMicroRegisters * W) accumulate_columns<kMicroRegisters>(tile, count, row, i);
+    for (; i + kMicroRegisters * W <= tile.padded; i += kMicroRegisters * W)
+        accumulate_columns<kMicroRegisters>(tile, count, row, i);
     for (; i < tile.padded; i += W) accumulate_columns<1>(tile, count, row, i);
 }
 

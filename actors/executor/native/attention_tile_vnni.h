@@ -16,7 +16,8 @@ CUE_NOINLINE void locate_pairs(const AttentionTask& task, int64_t begin, int cou
     TokenGroups<Dot> groups;
     locate_tokens(task, begin, groups);
     tile.key_pair_stride = 2 * task.kv->block_size;
-    for (int g = 0; g < kMicroRegisters; ++g) tile.key_groups[g] = groups.keys[g], tile.value_groups[g] = groups.values[g];
+    for (int g = 0; g < kMicroRegisters; ++g)
+        tile.key_groups[g] = groups.keys[g], tile.value_groups[g] = groups.values[g];
     if (!Dot::kHasScales) return;
     for (int t = 0; t < kTileKeys; t += W) {
         const int64_t token_index = groups.token_index[t / W];
@@ -64,7 +65,7 @@ CUE_NOINLINE void interleave_pairs(const AttentionTask& task, int64_t begin, int
 // takes the place of one float.
 template <class Dot, int N, class Right>
 inline void dot_micro(const float* left, int stride, int from, int to, Right right,
-                           typename Dot::Accumulator (&sum)[kMicroRows][N]) {
+                      typename Dot::Accumulator (&sum)[kMicroRows][N]) {
     for (int k = from; k < to; ++k) {
         Lanes16 right_row[N];
 #pragma GCC unroll 4
@@ -112,8 +113,9 @@ struct VnniTile {
         const int64_t step = tile.key_pair_stride;
         typename Dot::Accumulator sum[kMicroRows][N];
         clear_accumulators<Dot, N>(sum);
-        dot_micro<Dot, N>(tile.q + row * tile.n, tile.n, 0, tile.n / 2,
-                             [&](int k, int c) { return Dot::load(keys[c] + k * step); }, sum);
+        dot_micro<Dot, N>(
+            tile.q + row * tile.n, tile.n, 0, tile.n / 2, [&](int k, int c) { return Dot::load(keys[c] + k * step); },
+            sum);
 #pragma GCC unroll 4
         for (int c = 0; c < N; ++c) {
             const F scale = Dot::kHasScales ? load(key_scales(tile) + c * W) : broadcast(1.0f);
@@ -145,7 +147,9 @@ struct VnniTile {
             dot_micro<Dot, N>(weights, kTileKeys, from, whole < last ? whole : last, pair_row, sum);
             if (count % 2 == 0 || whole >= last) continue;
             // An unwritten value may be NaN, and NaN times a weight of 0 is NaN.
-            const auto first_of_pair = [&](int k, int c) { return _mm512_and_si512(pair_row(k, c), _mm512_set1_epi32(0xffff)); };
+            const auto first_of_pair = [&](int k, int c) {
+                return _mm512_and_si512(pair_row(k, c), _mm512_set1_epi32(0xffff));
+            };
             dot_micro<Dot, N>(weights, kTileKeys, whole, whole + 1, first_of_pair, sum);
         }
 #pragma GCC unroll 6
@@ -161,7 +165,8 @@ struct VnniTile {
 
     static void accumulate(QueryTile& tile, int count, int row) {
         int i = 0;
-        for (; i + kMicroRegisters * W <= tile.n; i += kMicroRegisters * W) accumulate_columns<kMicroRegisters>(tile, count, row, i);
+        for (; i + kMicroRegisters * W <= tile.n; i += kMicroRegisters * W)
+            accumulate_columns<kMicroRegisters>(tile, count, row, i);
         if (i < tile.n) accumulate_columns<2>(tile, count, row, i);
     }
 };

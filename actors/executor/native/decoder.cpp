@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kCacheLine = 64;
 
 class PartTimer {
-   public:
+public:
     explicit PartTimer(double* seconds) : seconds_(seconds) { start_ = now(); }
 
     // Add the time since the previous lap to `part`.
@@ -27,7 +27,7 @@ class PartTimer {
         start_ = end;
     }
 
-   private:
+private:
     double now() const {
         if (seconds_ == nullptr) return 0;
         return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -39,7 +39,7 @@ class PartTimer {
 
 // Divides scratch memory into cache-aligned pieces. Without memory, only counts the bytes.
 class ScratchAllocator {
-   public:
+public:
     explicit ScratchAllocator(void* memory) : memory_(static_cast<char*>(memory)) {}
 
     void* take_bytes(int64_t count) {
@@ -47,10 +47,12 @@ class ScratchAllocator {
         used_ += (count + kCacheLine - 1) / kCacheLine * kCacheLine;
         return taken;
     }
-    float* take_floats(int64_t count) { return static_cast<float*>(take_bytes(count * static_cast<int64_t>(sizeof(float)))); }
+    float* take_floats(int64_t count) {
+        return static_cast<float*>(take_bytes(count * static_cast<int64_t>(sizeof(float))));
+    }
     int64_t used() const { return used_; }
 
-   private:
+private:
     char* memory_;
     int64_t used_ = 0;
 };
@@ -82,14 +84,18 @@ struct StepBuffers {
 };
 
 class DecoderStep {
-   public:
+public:
     DecoderStep(const CueDecoder& decoder, const CueStep& step, void* scratch, double* seconds)
-        : decoder_(decoder), step_(step), rows_(step.slots.count), timer_(seconds), allocator_(scratch),
+        : decoder_(decoder),
+          step_(step),
+          rows_(step.slots.count),
+          timer_(seconds),
+          allocator_(scratch),
           buffers_(decoder, rows_, allocator_) {}
 
     int run(float* logits, int64_t* argmax) {
-        if (cue_embed(step_.token_ids, rows_, decoder_.embedding, decoder_.embedding_scales, decoder_.embedding_type, decoder_.vocabulary,
-                      decoder_.hidden, buffers_.residual) != 0) {
+        if (cue_embed(step_.token_ids, rows_, decoder_.embedding, decoder_.embedding_scales, decoder_.embedding_type,
+                      decoder_.vocabulary, decoder_.hidden, buffers_.residual) != 0) {
             return -1;
         }
         timer_.lap(CUE_EMBED);
@@ -103,7 +109,7 @@ class DecoderStep {
         return 0;
     }
 
-   private:
+private:
     void norm(const float* weight) {
         cue_add_rmsnorm(buffers_.residual, nullptr, weight, buffers_.normed, rows_, decoder_.hidden, decoder_.epsilon);
         timer_.lap(CUE_NORM);
@@ -115,12 +121,13 @@ class DecoderStep {
         cue_linear(layer.qkv, buffers_.normed, decoder_.hidden, rows_, layer.qkv_bias, 0, buffers_.qkv, widths.qkv());
         timer_.lap(CUE_QKV);
         if (layer.query_norm != nullptr) norm_heads(layer, widths);
-        if (cue_rope_write(&pool, &step_.slots, buffers_.qkv, decoder_.heads, decoder_.cosines, decoder_.sines, decoder_.positions, decoder_.rotary) != 0) {
+        if (cue_rope_write(&pool, &step_.slots, buffers_.qkv, decoder_.heads, decoder_.cosines, decoder_.sines,
+                           decoder_.positions, decoder_.rotary) != 0) {
             return false;
         }
         timer_.lap(CUE_ROPE);
-        const int done = cue_attend(&pool, &step_.sequences, buffers_.qkv, widths.qkv(), buffers_.attention_out, widths.queries,
-                                    decoder_.heads, decoder_.scale);
+        const int done = cue_attend(&pool, &step_.sequences, buffers_.qkv, widths.qkv(), buffers_.attention_out,
+                                    widths.queries, decoder_.heads, decoder_.scale);
         timer_.lap(CUE_ATTENTION);
         return done == 0;
     }
@@ -130,8 +137,10 @@ class DecoderStep {
         parallel(static_cast<int>(rows_), [&](int row) {
             float* queries = buffers_.qkv + row * widths.qkv();
             float* keys = queries + widths.queries;
-            cue_add_rmsnorm(queries, nullptr, layer.query_norm, queries, decoder_.heads, decoder_.head_dim, decoder_.epsilon);
-            cue_add_rmsnorm(keys, nullptr, layer.key_norm, keys, decoder_.kv_heads, decoder_.head_dim, decoder_.epsilon);
+            cue_add_rmsnorm(queries, nullptr, layer.query_norm, queries, decoder_.heads, decoder_.head_dim,
+                            decoder_.epsilon);
+            cue_add_rmsnorm(keys, nullptr, layer.key_norm, keys, decoder_.kv_heads, decoder_.head_dim,
+                            decoder_.epsilon);
         });
         timer_.lap(CUE_NORM);
     }
@@ -143,7 +152,8 @@ class DecoderStep {
         for (int32_t i = 0; i < step_.logit_row_count; ++i) {
             const int64_t row = step_.logit_rows[i];
             if (row < i || row >= rows_) return false;  // ascending: no row is overwritten before it is moved
-            std::memmove(buffers_.residual + i * decoder_.hidden, buffers_.residual + row * decoder_.hidden, decoder_.hidden * sizeof(float));
+            std::memmove(buffers_.residual + i * decoder_.hidden, buffers_.residual + row * decoder_.hidden,
+                         decoder_.hidden * sizeof(float));
             std::memmove(buffers_.attention_out + i * widths.queries, buffers_.attention_out + row * widths.queries,
                          widths.queries * sizeof(float));
         }
@@ -152,7 +162,8 @@ class DecoderStep {
     }
 
     void project(const CueLayer& layer) {
-        cue_linear(layer.output, buffers_.attention_out, QkvWidths(decoder_).queries, rows_, layer.output_bias, 1, buffers_.residual, decoder_.hidden);
+        cue_linear(layer.output, buffers_.attention_out, QkvWidths(decoder_).queries, rows_, layer.output_bias, 1,
+                   buffers_.residual, decoder_.hidden);
         timer_.lap(CUE_OUTPUT);
     }
 
@@ -161,10 +172,13 @@ class DecoderStep {
         if (decoder_.quantized) {
             cue_quantize(buffers_.normed, decoder_.hidden, rows_, decoder_.hidden, buffers_.quantized_hidden);
             cue_gated_quantized(layer.gate_up, buffers_.quantized_hidden, rows_, buffers_.quantized_intermediate);
-            cue_linear_quantized(layer.down, buffers_.quantized_intermediate, rows_, nullptr, 1, buffers_.residual, decoder_.hidden);
+            cue_linear_quantized(layer.down, buffers_.quantized_intermediate, rows_, nullptr, 1, buffers_.residual,
+                                 decoder_.hidden);
         } else {
-            cue_linear(layer.gate_up, buffers_.normed, decoder_.hidden, rows_, nullptr, 0, buffers_.gated, decoder_.intermediate);
-            cue_linear(layer.down, buffers_.gated, decoder_.intermediate, rows_, nullptr, 1, buffers_.residual, decoder_.hidden);
+            cue_linear(layer.gate_up, buffers_.normed, decoder_.hidden, rows_, nullptr, 0, buffers_.gated,
+                       decoder_.intermediate);
+            cue_linear(layer.down, buffers_.gated, decoder_.intermediate, rows_, nullptr, 1, buffers_.residual,
+                       decoder_.hidden);
         }
         timer_.lap(CUE_MLP);
     }

@@ -10,7 +10,7 @@ extern "C" {
 
 // Packed weights (linear.h) and norms of one layer. Biases, query_norm and key_norm may be null.
 struct CueLayer {
-    const void* qkv;      // rows of Wq, Wk and Wv, one below the other
+    const void* qkv;  // rows of Wq, Wk and Wv, one below the other
     const void* output;
     const void* gate_up;  // gated: rows of gate, then of up
     const void* down;

@@ -24,7 +24,7 @@ namespace portable {
 #include "simd_portable.h"
 #include "simd_common.h"
 #include CUE_KERNEL
-}  // namespace plain
+}  // namespace portable
 
 #if CUE_X86
 CUE_TARGET_AVX2

@@ -36,7 +36,8 @@ void GumbelMax::search_run(int64_t run, const Cutoff& cutoff) {
     float bounds[kTokenRun];
     bounds_variants[isa_](logits_ + begin, ids, count, scale_, key_, bounds);
     for (int64_t i = 0; i < count; ++i)
-        if (bounds[i] >= bound_threshold_ && cutoff.keeps(logits_[begin + i], ids[i])) score_exactly(logits_[begin + i], ids[i]);
+        if (bounds[i] >= bound_threshold_ && cutoff.keeps(logits_[begin + i], ids[i]))
+            score_exactly(logits_[begin + i], ids[i]);
 }
 
 void GumbelMax::score_exactly(float logit, int64_t id) {

@@ -28,7 +28,8 @@ constexpr Cutoff kNoCutoff{-kInfinity, std::numeric_limits<int64_t>::max()};  //
 class GumbelMax {
 public:
     // `ids` may be null: token i is then id i.
-    GumbelMax(const float* logits, const int32_t* ids, int64_t n, double temperature, const SoftmaxScale& scale, NoiseKey key, Isa isa)
+    GumbelMax(const float* logits, const int32_t* ids, int64_t n, double temperature, const SoftmaxScale& scale,
+              NoiseKey key, Isa isa)
         : logits_(logits), ids_(ids), n_(n), temperature_(temperature), scale_(scale), key_(key), isa_(isa) {}
 
     int64_t argmax(const Cutoff& cutoff, std::vector<float>& peaks);

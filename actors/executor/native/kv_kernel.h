@@ -47,7 +47,8 @@ inline void store_head(const CueKv& kv, T* data, int64_t head_begin, int64_t off
     for (int i = 0; i < n; i += kDimsPerStep) {
         T values[kDimsPerStep];
         store_scaled(values, x + i, kDimsPerStep, factor);
-        if (kSide == kKeys) scatter_key_pairs(data + int64_t{i} * kv.block_size + 2 * offset, 2 * kv.block_size, values);
+        if (kSide == kKeys)
+            scatter_key_pairs(data + int64_t{i} * kv.block_size + 2 * offset, 2 * kv.block_size, values);
         else scatter_value_pairs(data + offset / 2 * 2 * n + 2 * i, static_cast<int>(offset % 2), values);
     }
 }
@@ -62,7 +63,8 @@ inline void store_int8(const CueKv& kv, void* data, float* scales, int64_t head_
 }
 
 template <Side kSide>
-inline void store_as_type(const CueKv& kv, void* data, float* scales, int64_t head_begin, int64_t offset, const float* x) {
+inline void store_as_type(const CueKv& kv, void* data, float* scales, int64_t head_begin, int64_t offset,
+                          const float* x) {
     switch (kv.type) {
         case kFloat32: return store_head<kSide>(kv, static_cast<float*>(data), head_begin, offset, x, 1.0f);
         case kBf16: return store_head<kSide>(kv, static_cast<Bf16*>(data), head_begin, offset, x, 1.0f);

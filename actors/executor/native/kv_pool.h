@@ -46,8 +46,8 @@ constexpr int kVnniInt8HeadDimMax = 256;
 inline bool has_vnni_pairs(int type) { return type == kBf16 ? has_avx512_bf16() : type == kInt8 && isa() == kAvx512; }
 
 inline bool fits_vnni_pairs(int type, int block_size, int head_dim) {
-    return (type == kBf16 || (type == kInt8 && head_dim <= kVnniInt8HeadDimMax)) && block_size % kPairsPerRegister == 0 &&
-           head_dim % (2 * kPairsPerRegister) == 0;
+    return (type == kBf16 || (type == kInt8 && head_dim <= kVnniInt8HeadDimMax)) &&
+           block_size % kPairsPerRegister == 0 && head_dim % (2 * kPairsPerRegister) == 0;
 }
 
 // Position of the first token of a head of a block, counted in tokens: head_dim values each, or one scale.

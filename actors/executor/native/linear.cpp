@@ -75,7 +75,8 @@ public:
         const int64_t panels_in_chunk = single_thread ? panels_ : panels_per_task > 1 ? panels_per_task : 1;
         const int64_t chunks = divide_up(panels_, panels_in_chunk);
         parallel(static_cast<int>(row_strips * chunks), [&](int task) {
-            const int64_t first = task % chunks * panels_in_chunk, last = first + panels_in_chunk < panels_ ? first + panels_in_chunk : panels_;
+            const int64_t first = task % chunks * panels_in_chunk,
+                          last = first + panels_in_chunk < panels_ ? first + panels_in_chunk : panels_;
             for (int64_t panel = first; panel < last; ++panel) compute_panel(panel, task / chunks * blocks_at_once_);
         });
     }
@@ -92,7 +93,8 @@ private:
     // slower in the other case.
     PrefetchCursor prefetch_from(const uint8_t* weights, int64_t panel, int64_t rows) const {
         const int64_t step = panel_bytes_ / rows_.units;
-        if (rows <= memory_bound_rows(packed_.kind)) return {weights + kNearPrefetchBytes, weights + kNearPrefetchBytes + panel_bytes_, step};
+        if (rows <= memory_bound_rows(packed_.kind))
+            return {weights + kNearPrefetchBytes, weights + kNearPrefetchBytes + panel_bytes_, step};
         const uint8_t* next = weights + panel_bytes_;
         return {next, panel + 1 < panels_ ? next + panel_bytes_ : next, rows <= kernels_.rows_max ? step : step / 2};
     }
@@ -115,7 +117,8 @@ private:
     }
 
     // The outputs of one panel for `rows` rows of a block, from row `from` on.
-    void compute_tile(int64_t panel, const uint8_t* weights, int64_t block, int from, int rows, const PrefetchCursor& cursor) const {
+    void compute_tile(int64_t panel, const uint8_t* weights, int64_t block, int from, int rows,
+                      const PrefetchCursor& cursor) const {
         const int64_t first = blocks_.first(block), row = first + from;
         const int64_t left = outputs_ - panel * columns_;
         const int columns = static_cast<int>(left < columns_ ? left : columns_);

@@ -33,7 +33,6 @@ int cue_linear_quantized(const void* packed, const void* quantized, int64_t rows
                          int64_t y_stride);
 // Gated weights: silu(gate) * up, quantized for the next product. `next` must not overlap `quantized`.
 int cue_gated_quantized(const void* packed, const void* quantized, int64_t rows, void* next);
-
 }
 
 namespace cue {

@@ -42,9 +42,19 @@ struct Bf16Unit {
     }
 };
 
-constexpr TileKernel kAvx512Bf16Kernels[] = {nullptr,      sum_units<Bf16Unit, 1>, sum_units<Bf16Unit, 2>,  sum_units<Bf16Unit, 3>, sum_units<Bf16Unit, 4>,
-                               sum_units<Bf16Unit, 5>,  sum_units<Bf16Unit, 6>, sum_units<Bf16Unit, 7>,  sum_units<Bf16Unit, 8>, sum_units<Bf16Unit, 9>,
-                               sum_units<Bf16Unit, 10>, sum_units<Bf16Unit, 11>, sum_units<Bf16Unit, 12>};
+constexpr TileKernel kAvx512Bf16Kernels[] = {nullptr,
+                                             sum_units<Bf16Unit, 1>,
+                                             sum_units<Bf16Unit, 2>,
+                                             sum_units<Bf16Unit, 3>,
+                                             sum_units<Bf16Unit, 4>,
+                                             sum_units<Bf16Unit, 5>,
+                                             sum_units<Bf16Unit, 6>,
+                                             sum_units<Bf16Unit, 7>,
+                                             sum_units<Bf16Unit, 8>,
+                                             sum_units<Bf16Unit, 9>,
+                                             sum_units<Bf16Unit, 10>,
+                                             sum_units<Bf16Unit, 11>,
+                                             sum_units<Bf16Unit, 12>};
 
 CUE_TARGET_END
 

@@ -42,7 +42,8 @@ CUE_ALWAYS_INLINE void swiglu(const float* __restrict sums, float* __restrict y)
 }
 
 template <bool kBias, bool kAdd>
-CUE_ALWAYS_INLINE void add_bias_residual(const float* __restrict sums, const float* __restrict bias, int columns, float* __restrict y) {
+CUE_ALWAYS_INLINE void add_bias_residual(const float* __restrict sums, const float* __restrict bias, int columns,
+                                         float* __restrict y) {
     for (int c = 0; c < columns; ++c) {
         float value = sums[c];
         if (kBias) value += bias[c];
@@ -52,15 +53,14 @@ CUE_ALWAYS_INLINE void add_bias_residual(const float* __restrict sums, const flo
 }
 
 template <bool kBias, bool kAdd>
-CUE_ALWAYS_INLINE void add_bias_residual_rows(const Epilogue& epilogue, const float* sums, int rows, int64_t first, int columns) {
+CUE_ALWAYS_INLINE void add_bias_residual_rows(const Epilogue& epilogue, const float* sums, int rows, int64_t first,
+                                              int columns) {
     const float* bias = kBias ? epilogue.bias + first : nullptr;
     for (int r = 0; r < rows; ++r) {
         float* y = epilogue.y + r * epilogue.stride + first;
         // A constant length compiles to a few vector instructions. Only the last panel is narrower.
-        if (columns == kPanelOutputs)
-            add_bias_residual<kBias, kAdd>(sums + r * kPanelOutputs, bias, kPanelOutputs, y);
-        else
-            add_bias_residual<kBias, kAdd>(sums + r * kPanelOutputs, bias, columns, y);
+        if (columns == kPanelOutputs) add_bias_residual<kBias, kAdd>(sums + r * kPanelOutputs, bias, kPanelOutputs, y);
+        else add_bias_residual<kBias, kAdd>(sums + r * kPanelOutputs, bias, columns, y);
     }
 }
 
@@ -79,16 +79,11 @@ CUE_ALWAYS_INLINE void swiglu_rows(const Epilogue& epilogue, const float* sums, 
 
 CUE_ALWAYS_INLINE void apply(const Epilogue& epilogue, const float* sums, int rows, int64_t panel, int columns) {
     const int64_t first = panel * (epilogue.gated ? kHalf : kPanelOutputs);
-    if (epilogue.gated)
-        swiglu_rows(epilogue, sums, rows, first, columns);
-    else if (epilogue.bias && epilogue.add)
-        add_bias_residual_rows<true, true>(epilogue, sums, rows, first, columns);
-    else if (epilogue.bias)
-        add_bias_residual_rows<true, false>(epilogue, sums, rows, first, columns);
-    else if (epilogue.add)
-        add_bias_residual_rows<false, true>(epilogue, sums, rows, first, columns);
-    else
-        add_bias_residual_rows<false, false>(epilogue, sums, rows, first, columns);
+    if (epilogue.gated) swiglu_rows(epilogue, sums, rows, first, columns);
+    else if (epilogue.bias && epilogue.add) add_bias_residual_rows<true, true>(epilogue, sums, rows, first, columns);
+    else if (epilogue.bias) add_bias_residual_rows<true, false>(epilogue, sums, rows, first, columns);
+    else if (epilogue.add) add_bias_residual_rows<false, true>(epilogue, sums, rows, first, columns);
+    else add_bias_residual_rows<false, false>(epilogue, sums, rows, first, columns);
 }
 
 #if CUE_X86

@@ -50,7 +50,7 @@ void portable_bf16(const TileArgs& tile, const uint8_t* weights) {
 
 template <WeightKind kKind>
 constexpr TileKernel kPortableKernels[] = {nullptr, kKind == kF32 ? portable_f32<1> : portable_bf16<1>,
-                                    kKind == kF32 ? portable_f32<2> : portable_bf16<2>};
+                                           kKind == kF32 ? portable_f32<2> : portable_bf16<2>};
 
 #if CUE_X86
 
@@ -103,7 +103,8 @@ void avx2(const TileArgs& tile, const uint8_t* weights) {
 }
 
 template <WeightKind kKind>
-constexpr TileKernel kAvx2Kernels[] = {nullptr, avx2<1, kKind>, avx2<2, kKind>, kKind == kF32 ? avx2<3, kF32> : nullptr};
+constexpr TileKernel kAvx2Kernels[] = {nullptr, avx2<1, kKind>, avx2<2, kKind>,
+                                       kKind == kF32 ? avx2<3, kF32> : nullptr};
 
 CUE_TARGET_END
 
@@ -142,9 +143,19 @@ struct FloatUnit {
 };
 
 template <WeightKind k>
-constexpr TileKernel kAvx512Kernels[] = {nullptr,      sum_units<FloatUnit<k>, 1>, sum_units<FloatUnit<k>, 2>,  sum_units<FloatUnit<k>, 3>,  sum_units<FloatUnit<k>, 4>,
-                                     sum_units<FloatUnit<k>, 5>, sum_units<FloatUnit<k>, 6>, sum_units<FloatUnit<k>, 7>,  sum_units<FloatUnit<k>, 8>,  sum_units<FloatUnit<k>, 9>,
-                                     sum_units<FloatUnit<k>, 10>, sum_units<FloatUnit<k>, 11>, sum_units<FloatUnit<k>, 12>};
+constexpr TileKernel kAvx512Kernels[] = {nullptr,
+                                         sum_units<FloatUnit<k>, 1>,
+                                         sum_units<FloatUnit<k>, 2>,
+                                         sum_units<FloatUnit<k>, 3>,
+                                         sum_units<FloatUnit<k>, 4>,
+                                         sum_units<FloatUnit<k>, 5>,
+                                         sum_units<FloatUnit<k>, 6>,
+                                         sum_units<FloatUnit<k>, 7>,
+                                         sum_units<FloatUnit<k>, 8>,
+                                         sum_units<FloatUnit<k>, 9>,
+                                         sum_units<FloatUnit<k>, 10>,
+                                         sum_units<FloatUnit<k>, 11>,
+                                         sum_units<FloatUnit<k>, 12>};
 
 CUE_TARGET_END
 

@@ -38,7 +38,8 @@ void portable(const TileArgs& tile, const uint8_t* panel) {
             quad_codes(panel, quad, codes);
             for (int r = 0; r < R; ++r)
                 for (int c = 0; c < kPanelOutputs; ++c)
-                    for (int i = 0; i < kQuadInputs; ++i) sums[r][c] += codes[c * kQuadInputs + i] * x[r * kQuadInputs + i];
+                    for (int i = 0; i < kQuadInputs; ++i)
+                        sums[r][c] += codes[c * kQuadInputs + i] * x[r * kQuadInputs + i];
         }
         float scales[kPanelOutputs], midpoints[kPanelOutputs];
         bf16_pairs_to_floats(panel + kInt4CodeBytes, scales);
@@ -75,7 +76,8 @@ inline __m256i dot_accumulate(__m256i sums, __m256i codes, __m256i x) {
 
 // sums += codes * x over one group, for outputs 8 * part to 8 * part + 7.
 template <int R>
-inline void accumulate_group_avx2(const TileArgs& tile, const uint8_t* x, const uint8_t* codes, int part, __m256i (&sums)[R]) {
+inline void accumulate_group_avx2(const TileArgs& tile, const uint8_t* x, const uint8_t* codes, int part,
+                                  __m256i (&sums)[R]) {
     const __m256i low_nibble = _mm256_set1_epi8(15);
     for (int pair = 0; pair < kQuadsPerGroup / 2; ++pair) {
         const auto* address = reinterpret_cast<const __m256i*>(codes + pair * kPanelQuadBytes + part * 32);
@@ -84,7 +86,8 @@ inline void accumulate_group_avx2(const TileArgs& tile, const uint8_t* x, const 
         const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(code_bytes, 4), low_nibble);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
-            sums[r] = dot_accumulate(sums[r], unrolled_units, load_quad(x + 2 * pair * tile.unit_stride + r * kQuadInputs));
+            sums[r] =
+                dot_accumulate(sums[r], unrolled_units, load_quad(x + 2 * pair * tile.unit_stride + r * kQuadInputs));
             sums[r] = dot_accumulate(sums[r], odd, load_quad(x + (2 * pair + 1) * tile.unit_stride + r * kQuadInputs));
         }
     }
@@ -163,8 +166,8 @@ inline __m512 load_bf16_high(const uint8_t* address) {
 
 // y += the group's sums, scaled. Midpoints lie behind the scales.
 template <int R>
-inline void dequantize_group(const uint8_t* scales, const float* x_scales, const float* x_sums, const __m512i (&sums)[R][2],
-                      __m512 (&y)[R][2]) {
+inline void dequantize_group(const uint8_t* scales, const float* x_scales, const float* x_sums,
+                             const __m512i (&sums)[R][2], __m512 (&y)[R][2]) {
     const uint8_t* midpoints = scales + kInt4ScaleBytes;
     const __m512 scale[2] = {load_bf16_low(scales), load_bf16_high(scales)};
     const __m512 midpoint[2] = {load_bf16_low(midpoints), load_bf16_high(midpoints)};
@@ -198,15 +201,16 @@ void avx512(const TileArgs& tile, const uint8_t* panel) {
         for (int pair = 0; pair < kQuadsPerGroup / 2; ++pair) {
             const __m512i code_bytes0 = _mm512_loadu_si512(panel + pair * kPanelQuadBytes);
             const __m512i code_bytes1 = _mm512_loadu_si512(panel + pair * kPanelQuadBytes + kHalfQuadBytes);
-            accumulate_quad<R>(x, _mm512_and_si512(code_bytes0, low_nibble), _mm512_and_si512(code_bytes1, low_nibble), sums);
+            accumulate_quad<R>(x, _mm512_and_si512(code_bytes0, low_nibble), _mm512_and_si512(code_bytes1, low_nibble),
+                               sums);
             accumulate_quad<R>(x + unit_stride, _mm512_and_si512(_mm512_srli_epi16(code_bytes0, 4), low_nibble),
-                        _mm512_and_si512(_mm512_srli_epi16(code_bytes1, 4), low_nibble), sums);
+                               _mm512_and_si512(_mm512_srli_epi16(code_bytes1, 4), low_nibble), sums);
             x += 2 * unit_stride;
             prefetch_two_lines(prefetch_at);
             prefetch_at += 2 * prefetch_step;
         }
         dequantize_group<R>(panel + kInt4CodeBytes, tile.scales + group / kGroupsPerSpan * tile.span_stride,
-                     tile.group_sums + group * tile.span_stride, sums, y);
+                            tile.group_sums + group * tile.span_stride, sums, y);
         panel += kInt4GroupBytes;
     }
 #pragma GCC unroll 6
@@ -216,8 +220,7 @@ void avx512(const TileArgs& tile, const uint8_t* panel) {
     }
 }
 
-constexpr TileKernel kAvx512Kernels[] = {nullptr,   avx512<1>, avx512<2>, avx512<3>,
-                                     avx512<4>, avx512<5>, avx512<6>};
+constexpr TileKernel kAvx512Kernels[] = {nullptr, avx512<1>, avx512<2>, avx512<3>, avx512<4>, avx512<5>, avx512<6>};
 
 CUE_TARGET_END
 

@@ -21,7 +21,8 @@ void portable(const TileArgs& tile, const uint8_t* panel) {
         for (int quad = 0; quad < kQuadsPerSpan; ++quad, x += tile.unit_stride, weights += kPanelQuadBytes)
             for (int r = 0; r < R; ++r)
                 for (int c = 0; c < kPanelOutputs; ++c)
-                    for (int i = 0; i < kQuadInputs; ++i) sums[r][c] += weights[c * kQuadInputs + i] * x[r * kQuadInputs + i];
+                    for (int i = 0; i < kQuadInputs; ++i)
+                        sums[r][c] += weights[c * kQuadInputs + i] * x[r * kQuadInputs + i];
         for (int r = 0; r < R; ++r)
             for (int c = 0; c < kPanelOutputs; ++c)
                 y[r][c] += static_cast<float>(sums[r][c]) * tile.scales[span * tile.span_stride + r];
@@ -43,7 +44,8 @@ constexpr int kPanelRegisters = 4;  // of 8 outputs
 // vpmaddubsw adds two products in 16 bits with saturation. |w| * (x with the sign of w) is at most 2 * 127 * 127, which
 // fits; (w + 128) * x would not.
 template <int R>
-inline void accumulate_span(const uint8_t* weights, const uint8_t* x, int64_t unit_stride, __m256i (&sums)[R][kPanelRegisters]) {
+inline void accumulate_span(const uint8_t* weights, const uint8_t* x, int64_t unit_stride,
+                            __m256i (&sums)[R][kPanelRegisters]) {
     const __m256i ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8(-128);
     for (int quad = 0; quad < kQuadsPerSpan; ++quad, x += unit_stride, weights += kPanelQuadBytes) {
         __m256i values[R];
@@ -171,8 +173,7 @@ void avx512(const TileArgs& tile, const uint8_t* panel) {
     }
 }
 
-constexpr TileKernel kAvx512Kernels[] = {nullptr,   avx512<1>, avx512<2>, avx512<3>,
-                                     avx512<4>, avx512<5>, avx512<6>};
+constexpr TileKernel kAvx512Kernels[] = {nullptr, avx512<1>, avx512<2>, avx512<3>, avx512<4>, avx512<5>, avx512<6>};
 
 CUE_TARGET_END
 

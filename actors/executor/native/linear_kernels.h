@@ -99,9 +99,9 @@ struct ArrangedRows {
     int64_t count, inputs, units;
     int unit_bytes;  // per row: 8 for a pair of float32 values, 4 for all other units
     const uint8_t* data;
-    const float* scales;      // per span
-    const int32_t* span_sums;      // per span: -128 * sum of values, which removes the + 128 of int8 weights
-    const float* group_sums;  // per group: scale * sum of values, the factor of the midpoints of int4 weights
+    const float* scales;       // per span
+    const int32_t* span_sums;  // per span: -128 * sum of values, which removes the + 128 of int8 weights
+    const float* group_sums;   // per group: scale * sum of values, the factor of the midpoints of int4 weights
 };
 
 // Bytes of a buffer of quantized rows, and the view of such a buffer.
@@ -122,15 +122,15 @@ struct TileArgs {
     const uint8_t* x;
     int64_t unit_stride;  // bytes between units
     int64_t units;
-    const float* scales;      // of the first span, as in `ArrangedRows`
-    const int32_t* span_sums;      // of the first span
-    const float* group_sums;  // of the first group
-    int64_t span_stride;            // distance in values between spans, and between groups
+    const float* scales;       // of the first span, as in `ArrangedRows`
+    const int32_t* span_sums;  // of the first span
+    const float* group_sums;   // of the first group
+    int64_t span_stride;       // distance in values between spans, and between groups
     int64_t spans;
     float* y;  // [rows][32], overwritten
     int64_t y_stride;
     const uint8_t* prefetch_at;  // weights to prefetch: two cache lines per unit,
-    int64_t prefetch_step;    // advancing by this many bytes per unit
+    int64_t prefetch_step;       // advancing by this many bytes per unit
 };
 
 #if CUE_X86

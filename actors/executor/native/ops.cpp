@@ -51,7 +51,8 @@ extern "C" int cue_embed(const int64_t* ids, int64_t count, const void* table, c
     for (int64_t i = 0; i < count; ++i)
         if (ids[i] < 0 || ids[i] >= table_rows) return -1;
     const auto kernel = cue::embed_variants[cue::isa()];
-    cue::for_each_row(count, n, [&](int64_t i) { kernel(table, scales, type, ids[i], static_cast<int>(n), out + i * n); });
+    cue::for_each_row(count, n,
+                      [&](int64_t i) { kernel(table, scales, type, ids[i], static_cast<int>(n), out + i * n); });
     return 0;
 }
 

@@ -147,7 +147,8 @@ CodeScale quantize_group(const float* values, uint8_t* codes) {
     const float scale = bf16_bits_to_float(code_scale.scale);
     const uint16_t midpoint = float_to_bf16_bits(range.minimum + step * mean - scale * (mean_of_codes - kInt4MidCode));
     const float inverse_scale = 1.0f / scale, zero_code = kInt4MidCode - bf16_bits_to_float(midpoint) * inverse_scale;
-    for (int i = 0; i < kGroupInputs; ++i) codes[i] = static_cast<uint8_t>(to_code(values[i] * inverse_scale + zero_code));
+    for (int i = 0; i < kGroupInputs; ++i)
+        codes[i] = static_cast<uint8_t>(to_code(values[i] * inverse_scale + zero_code));
     return {code_scale.scale, midpoint};
 }
 

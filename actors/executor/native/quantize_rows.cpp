@@ -213,7 +213,8 @@ void row_avx512(const float* x, int64_t count, const QuantizedRow& out, const Qu
         const int64_t end = first + kSpansAtOnce < spans ? first + kSpansAtOnce : spans;
         QuantScale quants[kSpansAtOnce];
         for (int64_t span = first; span < end; ++span)
-            quants[span - first] = row_scale ? *row_scale : span_quant_scale(x + span * kSpanInputs, count - span * kSpanInputs);
+            quants[span - first] =
+                row_scale ? *row_scale : span_quant_scale(x + span * kSpanInputs, count - span * kSpanInputs);
         for (int64_t span = first; span < end; ++span)
             span_avx512(x + span * kSpanInputs, count - span * kSpanInputs, out, span, quants[span - first]);
     }
@@ -271,8 +272,12 @@ void quantize_rows(const float* x, int64_t stride, int64_t rows, int64_t inputs,
     auto quantize_block = [&](int block) {
         const int64_t first = blocks.first(block), span = first * layout.spans;
         const int size = blocks.size(block);
-        QuantizedRow out{at + span * kSpanInputs, size * kQuadInputs, scales + span, sums + span, group_sums + span * kGroupsPerSpan,
-                      size};
+        QuantizedRow out{at + span * kSpanInputs,
+                         size * kQuadInputs,
+                         scales + span,
+                         sums + span,
+                         group_sums + span * kGroupsPerSpan,
+                         size};
         for (int64_t row = first; row < first + size; ++row) {
             quantize_into(chosen_isa, x + row * stride, inputs, out, nullptr);
             out.quads += kQuadInputs;
@@ -283,8 +288,7 @@ void quantize_rows(const float* x, int64_t stride, int64_t rows, int64_t inputs,
     };
     if (rows * inputs <= kSingleThreadValues)
         for (int block = 0; block < blocks.count; ++block) quantize_block(block);
-    else
-        parallel(static_cast<int>(blocks.count), quantize_block);
+    else parallel(static_cast<int>(blocks.count), quantize_block);
 }
 
 float quantize_whole_row(const float* x, int64_t count, int8_t* values) {

@@ -24,7 +24,7 @@ decltype(&portable::run_weights_row) const run_weights_variants[] = CUE_ISA_VARI
 decltype(&portable::gather_row) const gather_variants[] = CUE_ISA_VARIANTS(gather_row);
 decltype(&portable::weight_before_row) const weight_before_variants[] = CUE_ISA_VARIANTS(weight_before_row);
 
-constexpr int kLanesMax = 16;  // floats in the widest register of all variants
+constexpr int kLanesMax = 16;                                      // floats in the widest register of all variants
 constexpr double kTemperatureMin = 1e-36, kTemperatureMax = 1e36;  // SoftmaxScale has normal floats only
 constexpr double kClampOctaves = 200.0;  // differences are clamped here: far below the weight 2^-126, and still exact
 
@@ -42,8 +42,8 @@ SoftmaxScale softmax_scale(float max_logit, double temperature) {
 
 constexpr double kTargetWeightMin = std::numeric_limits<double>::min();  // positive, so that the first token reaches it
 constexpr double kWeightOctaves = 128.0;  // slightly more octaves than any weight above 0 spans
-constexpr double kRoundingMargin = 0.99;        // covers the rounding of weights and sums
-constexpr double kOptimisticTopP = 0.75;      // from here on the winner among all tokens is most likely a kept one
+constexpr double kRoundingMargin = 0.99;  // covers the rounding of weights and sums
+constexpr double kOptimisticTopP = 0.75;  // from here on the winner among all tokens is most likely a kept one
 
 // Buffers that a thread keeps between calls.
 struct Scratch {
@@ -102,7 +102,8 @@ private:
             min_logit = std::max(min_logit, logit_below(top_p_octaves(weight)));
         }
         gather(logits_, n_, min_logit);
-        softmax_weights_variants[isa_](scratch_.tokens.logits.data(), scratch_.tokens.count, scale_, scratch_.tokens.weights.data());
+        softmax_weights_variants[isa_](scratch_.tokens.logits.data(), scratch_.tokens.count, scale_,
+                                       scratch_.tokens.weights.data());
         if (options_.top_k == 0 && options_.top_p >= kOptimisticTopP) {
             // The winner among all tokens is mostly a kept one, and checking that is cheaper than finding the cutoff.
             const int64_t argmax = gumbel_max(kNoCutoff);
@@ -118,7 +119,8 @@ private:
         TokenRanking ranking(scratch_.tokens, scratch_.subset, scratch_.positions, isa_);
         RankedPrefix prefix = ranking.whole();
         if (options_.top_k > 0) {
-            if (options_.top_k < scratch_.tokens.count) prefix = ranking.reach(kCount, static_cast<double>(options_.top_k));
+            if (options_.top_k < scratch_.tokens.count)
+                prefix = ranking.reach(kCount, static_cast<double>(options_.top_k));
             weight = prefix.sums.weight;
         }
         if (options_.top_p < 1.0) prefix = shorter(prefix, ranking.reach(kWeight, target_weight(weight)));
@@ -127,20 +129,21 @@ private:
 
     int64_t gumbel_max(const Cutoff& cutoff) {
         const TokenArrays& tokens = scratch_.tokens;
-        GumbelMax search(tokens.logits.data(), tokens.ids.data(), tokens.count, options_.temperature, scale_, options_.key,
-                  isa_);
+        GumbelMax search(tokens.logits.data(), tokens.ids.data(), tokens.count, options_.temperature, scale_,
+                         options_.key, isa_);
         return search.argmax(cutoff, scratch_.peaks);
     }
 
     double weight_before(int64_t id) const {
         const TokenArrays& tokens = scratch_.tokens;
-        return weight_before_variants[isa_](tokens.logits.data(), tokens.weights.data(), tokens.ids.data(), tokens.count,
-                                  logits_[id], static_cast<int32_t>(id));
+        return weight_before_variants[isa_](tokens.logits.data(), tokens.weights.data(), tokens.ids.data(),
+                                            tokens.count, logits_[id], static_cast<int32_t>(id));
     }
 
     // A logit below that of every token whose weight is 2^-octaves or more.
     float logit_below(double octaves) const {
-        const double min_logit = static_cast<double>(scale_.max_logit) - octaves / static_cast<double>(scale_.octaves_per_logit);
+        const double min_logit =
+            static_cast<double>(scale_.max_logit) - octaves / static_cast<double>(scale_.octaves_per_logit);
         return std::nextafter(static_cast<float>(min_logit), -kInfinity);
     }
 
@@ -166,7 +169,8 @@ private:
         scratch_.tokens.grow(static_cast<size_t>(n));
         scratch_.subset.grow(static_cast<size_t>(n));
         scratch_.positions.resize(std::max(scratch_.positions.size(), static_cast<size_t>(n)));
-        scratch_.tokens.count = gather_variants[isa_](logits, n, min_logit, scratch_.tokens.logits.data(), scratch_.tokens.ids.data());
+        scratch_.tokens.count =
+            gather_variants[isa_](logits, n, min_logit, scratch_.tokens.logits.data(), scratch_.tokens.ids.data());
     }
 
     const float* const logits_;

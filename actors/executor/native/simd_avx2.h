@@ -62,8 +62,12 @@ inline F scale_by_power(F f, F n) {
     return _mm256_and_ps(mul(mul(f, a), b), enough);
 }
 
-inline F unpack_low_64(F a, F b) { return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b))); }
-inline F unpack_high_64(F a, F b) { return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b))); }
+inline F unpack_low_64(F a, F b) {
+    return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+}
+inline F unpack_high_64(F a, F b) {
+    return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+}
 
 // Lane i is the sum of the lanes of rows[i].
 inline F row_sums(const F* rows) {
@@ -74,7 +78,8 @@ inline F row_sums(const F* rows) {
         const F b = add(_mm256_unpacklo_ps(r[2], r[3]), _mm256_unpackhi_ps(r[2], r[3]));
         quad_sums[i] = add(unpack_low_64(a, b), unpack_high_64(a, b));
     }
-    return add(_mm256_permute2f128_ps(quad_sums[0], quad_sums[1], 0x20), _mm256_permute2f128_ps(quad_sums[0], quad_sums[1], 0x31));
+    return add(_mm256_permute2f128_ps(quad_sums[0], quad_sums[1], 0x20),
+               _mm256_permute2f128_ps(quad_sums[0], quad_sums[1], 0x31));
 }
 
 // Transpose W rows of W lanes in place.
@@ -83,7 +88,8 @@ inline void transpose(F* rows) {
     for (int i = 0; i < W; i += 4) {
         const F a = _mm256_unpacklo_ps(rows[i], rows[i + 1]), b = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
         const F c = _mm256_unpacklo_ps(rows[i + 2], rows[i + 3]), d = _mm256_unpackhi_ps(rows[i + 2], rows[i + 3]);
-        t[i] = unpack_low_64(a, c), t[i + 1] = unpack_high_64(a, c), t[i + 2] = unpack_low_64(b, d), t[i + 3] = unpack_high_64(b, d);
+        t[i] = unpack_low_64(a, c), t[i + 1] = unpack_high_64(a, c), t[i + 2] = unpack_low_64(b, d),
+        t[i + 3] = unpack_high_64(b, d);
     }
     for (int i = 0; i < 4; ++i) {
         rows[i] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x20);
@@ -95,8 +101,7 @@ inline void transpose(F* rows) {
 inline void store(Bf16* p, F a) {
     const __m256i bits = _mm256_castps_si256(a);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    __m256i rounded = _mm256_srli_epi32(
-        _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
     rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(kBf16Nan), is_nan);
     const __m128i low = _mm256_castsi256_si128(rounded), high = _mm256_extracti128_si256(rounded, 1);

@@ -38,7 +38,9 @@ inline void store(float* p, F a) { _mm512_storeu_ps(p, a); }
 inline void store_partial(float* p, F a, int n) { _mm512_mask_storeu_ps(p, first_lanes_mask(n), a); }
 
 // `a` in the first n lanes, `b` in the others.
-inline F blend_first(int n, F a, F b) { return _mm512_mask_blend_ps(n <= 0 ? 0 : n >= W ? 0xffff : first_lanes_mask(n), b, a); }
+inline F blend_first(int n, F a, F b) {
+    return _mm512_mask_blend_ps(n <= 0 ? 0 : n >= W ? 0xffff : first_lanes_mask(n), b, a);
+}
 
 // f * 2^n for an integer n; 0 if n < -126.
 inline F scale_by_power(F f, F n) {
@@ -46,8 +48,12 @@ inline F scale_by_power(F f, F n) {
 }
 inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
-inline F unpack_low_64(F a, F b) { return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); }
-inline F unpack_high_64(F a, F b) { return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); }
+inline F unpack_low_64(F a, F b) {
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+}
+inline F unpack_high_64(F a, F b) {
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+}
 
 // Lane i is the sum of the lanes of rows[i].
 inline F row_sums(const F* rows) {
@@ -73,7 +79,8 @@ inline void transpose(F* rows) {
     for (int i = 0; i < W; i += 4) {
         const F a = _mm512_unpacklo_ps(rows[i], rows[i + 1]), b = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
         const F c = _mm512_unpacklo_ps(rows[i + 2], rows[i + 3]), d = _mm512_unpackhi_ps(rows[i + 2], rows[i + 3]);
-        t[i] = unpack_low_64(a, c), t[i + 1] = unpack_high_64(a, c), t[i + 2] = unpack_low_64(b, d), t[i + 3] = unpack_high_64(b, d);
+        t[i] = unpack_low_64(a, c), t[i + 1] = unpack_high_64(a, c), t[i + 2] = unpack_low_64(b, d),
+        t[i + 3] = unpack_high_64(b, d);
     }
     for (int i = 0; i < 4; ++i) {
         const F a = _mm512_shuffle_f32x4(t[i], t[i + 4], 0x88), b = _mm512_shuffle_f32x4(t[i], t[i + 4], 0xdd);
@@ -88,8 +95,7 @@ inline void transpose(F* rows) {
 inline void store(Bf16* p, F a) {
     const __m512i bits = _mm512_castps_si512(a);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_srli_epi32(
-        _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
     rounded = _mm512_mask_set1_epi32(rounded, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), kBf16Nan);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
 }

@@ -115,7 +115,9 @@ private:
     }
 
     void wake_workers() {
-        { std::lock_guard<std::mutex> lock(sleep_mutex_); }
+        {
+            std::lock_guard<std::mutex> lock(sleep_mutex_);
+        }
         work_available_.notify_all();
     }
 
@@ -174,7 +176,8 @@ void run_serially(int tasks, void (*run)(void*, int), void* context) {
 
 void parallel(int tasks, void (*run)(void*, int), void* context) {
     SharedState& state = shared_state();
-    if (tasks <= 1 || in_task || state.threads.load(std::memory_order_relaxed) == 1) return run_serially(tasks, run, context);
+    if (tasks <= 1 || in_task || state.threads.load(std::memory_order_relaxed) == 1)
+        return run_serially(tasks, run, context);
     std::lock_guard<std::mutex> caller_turn(state.caller_turn);
     if (state.pool == nullptr) state.pool = new ThreadPool(state.threads.load() - 1);
     in_task = true;

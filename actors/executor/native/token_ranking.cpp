@@ -13,7 +13,7 @@ decltype(&portable::min_max_row) const min_max_variants[] = CUE_ISA_VARIANTS(min
 decltype(&portable::bin_members_row) const bin_members_variants[] = CUE_ISA_VARIANTS(bin_members_row);
 decltype(&portable::assign_bins_row) const assign_bins_variants[] = CUE_ISA_VARIANTS(assign_bins_row);
 
-constexpr int kReplicas = 4;  // independent sums per bin: neighbouring tokens are often in one bin
+constexpr int kReplicas = 4;               // independent sums per bin: neighbouring tokens are often in one bin
 constexpr int64_t kInsertionSortMax = 32;  // up to this many tokens are sorted by insertion
 
 // Sort a few tokens by descending logits; equal logits keep their order.

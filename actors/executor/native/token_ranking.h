@@ -39,7 +39,9 @@ struct RankedPrefix {
 };
 
 // The shorter prefix; `b` if they are equal.
-inline RankedPrefix shorter(const RankedPrefix& a, const RankedPrefix& b) { return b.sums.count <= a.sums.count ? b : a; }
+inline RankedPrefix shorter(const RankedPrefix& a, const RankedPrefix& b) {
+    return b.sums.count <= a.sums.count ? b : a;
+}
 
 // Weight and number of tokens in bins of logits, the largest logits first. The constructor assigns each token its bin.
 class LogitHistogram {

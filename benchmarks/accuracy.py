@@ -19,7 +19,7 @@ import numpy.typing as npt
 from benchmarks.common import options, report
 from cuelight import model_path
 from cuelight.actors.executor.native.architecture import Architecture, read_architecture
-from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout, wants_pairs
+from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout, wants_vnni_pairs
 from cuelight.actors.executor.native.build import load_native
 from cuelight.actors.executor.native.decoder import NativeDecoder, NativeWeights
 from cuelight.actors.executor.native.linear import Kind
@@ -52,8 +52,8 @@ class Native:
         kernels = load_native(cache_directory() / "native")
         weights = NativeWeights.pack(kernels, architecture, read_weights(folder), kind)
         block_count = 1 + -(-chunk // BLOCK_SIZE)
-        paired = wants_pairs(kernels, cache, BLOCK_SIZE, architecture.head_dim)
-        self._pools = Pools(architecture, block_count, BLOCK_SIZE, cache, paired=paired)
+        vnni_pairs = wants_vnni_pairs(kernels, cache, BLOCK_SIZE, architecture.head_dim)
+        self._pools = Pools(architecture, block_count, BLOCK_SIZE, cache, vnni_pairs=vnni_pairs)
         self._decoder = NativeDecoder(kernels, weights, self._pools.structures(), chunk)
 
     def __call__(self, token_ids: Ints) -> Floats:

@@ -26,14 +26,14 @@ from cuelight.actors.executor.native.attention import (
     Layout,
     Pool,
     layout,
-    wants_pairs,
+    wants_vnni_pairs,
 )
 from cuelight.actors.executor.native.ops import SmallKernels
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
 BYTES = {FLOAT32: 4, BF16: 2, INT8: 1}
 NAMES = {FLOAT32: "float32", BF16: "bf16", INT8: "int8"}
-FORMS = {"plain": 0, "avx2": 1, "avx512": 2, "avx512 bf16": 3}
+FORMS = {"portable": 0, "avx2": 1, "avx512": 2, "avx512 bf16": 3}
 
 STEPS: dict[str, list[tuple[int, int]]] = {
     "1 row of 256": [(1, 256)],
@@ -61,7 +61,7 @@ def fastest(run: Callable[[], object], repetitions: int = REPETITIONS) -> float:
 class Step:
     """One step over the pools of all layers, with random contents."""
 
-    def __init__(self, sequences: list[tuple[int, int]], kind: int, paired: bool) -> None:
+    def __init__(self, sequences: list[tuple[int, int]], kind: int, vnni_pairs: bool) -> None:
         self.sequences, self.kind = sequences, kind
         self.counts = [-(-context // BLOCK_SIZE) for _, context in sequences]
         self.blocks = sum(self.counts)
@@ -76,7 +76,7 @@ class Step:
                 BLOCK_SIZE,
                 HEAD_DIM,
                 *(a.ctypes.data for a in scales),
-                paired=paired,
+                vnni_pairs=vnni_pairs,
             )
             for data, scales in self.arrays
         ]
@@ -149,13 +149,13 @@ def attention_rows(native: ctypes.CDLL, ceilings: Ceilings) -> list[dict[str, ob
     rows: list[dict[str, object]] = []
     for name, sequences in STEPS.items():
         theirs = torch_seconds(sequences)
-        forms = [(FLOAT32, "plain"), (FLOAT32, "avx2"), *((kind, "avx512") for kind in NAMES), (BF16, "avx512 bf16")]
+        forms = [(FLOAT32, "portable"), (FLOAT32, "avx2"), *((kind, "avx512") for kind in NAMES), (BF16, "avx512 bf16")]
         for kind, form in forms:
             if native.cue_force_isa(FORMS[form]) != FORMS[form]:
                 continue
-            step = Step(sequences, kind, wants_pairs(native, kind, BLOCK_SIZE, HEAD_DIM))
+            step = Step(sequences, kind, wants_vnni_pairs(native, kind, BLOCK_SIZE, HEAD_DIM))
             kernels = AttentionKernels(native)
-            ours = fastest(partial(step.run, kernels), 3 if form == "plain" else REPETITIONS)
+            ours = fastest(partial(step.run, kernels), 3 if form == "portable" else REPETITIONS)
             limits = ceilings.measure(20)
             share = limits.seconds(step.flops(), step.bytes(), integer=False) / ours
             rows.append(

@@ -31,7 +31,7 @@ OPTIONS = {
     "top_k 50, top_p 0.95": Sampling(temperature=0.8, top_k=50, top_p=0.95),
     "top_p 0.9": Sampling(temperature=0.8, top_p=0.9),
 }
-FORMS = {"plain": 0, "avx2": 1, "avx512": 2}
+FORMS = {"portable": 0, "avx2": 1, "avx512": 2}
 
 
 def logits_by_kind() -> dict[str, Floats]:

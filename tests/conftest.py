@@ -60,7 +60,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-FORMS = {"plain": 0, "avx2": 1, "avx512": 2}
+FORMS = {"portable": 0, "avx2": 1, "avx512": 2}
 
 
 @pytest.fixture(scope="session")
@@ -84,11 +84,11 @@ def form(request: pytest.FixtureRequest, native: ctypes.CDLL) -> Iterator[ctypes
 
 
 @pytest.fixture
-def bf16_words(native: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
-    """The kernels as they are where the machine multiplies bfloat16: the last form and more."""
+def avx512_bf16(native: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
+    """The kernels with AVX512-BF16, one level above the last form."""
     wanted = 1 + max(FORMS.values())
     if native.cue_force_isa(wanted) != wanted:
         native.cue_force_isa(-1)
-        pytest.skip("this machine multiplies no bfloat16")
+        pytest.skip("this machine has no AVX512-BF16")
     yield native
     native.cue_force_isa(-1)

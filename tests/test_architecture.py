@@ -32,7 +32,8 @@ MODULES = imports.read_modules(ROOT)
 FOLDERS = {"messages": "cuelight.messages", "actors": "cuelight.actors", "runtime": "cuelight"}
 
 TOP_LEVEL = {
-    *(".ci", ".git", ".github", ".gitignore", "CHANGELOG.md", "LICENSE", "Makefile", "README.md", "pyproject.toml"),
+    *(".ci", ".clang-format", ".git", ".github", ".gitignore"),
+    *("CHANGELOG.md", "LICENSE", "Makefile", "README.md", "pyproject.toml"),
     *("actors", "benchmarks", "docs", "examples", "messages", "runtime", "tests"),
 }
 FUNCTION_LINES_MAX = 70
@@ -53,7 +54,7 @@ ABOVE_PLACEMENT = ("cuelight.kernel", "cuelight.kernel.driver", "cuelight.kernel
 # Violations that there still are, one set for each rule. An entry that is no longer needed fails the test, too.
 KNOWN_IN_CIRCLES: Set[str] = set()
 KNOWN_PACKAGES_IN_CIRCLES: Set[str] = set()
-KNOWN_COMPONENTS_IN_CIRCLES: Set[str] = {"each_isa", "kv"}
+KNOWN_COMPONENTS_IN_CIRCLES: Set[str] = set()
 KNOWN_FLOORS: Set[str] = set()
 KNOWN_CLASS_NAMES: Set[str] = {
     "Backend", "Chat", "Event", "Limits", "Memory", "Plan", "Recovery", "Stream", "Streams",

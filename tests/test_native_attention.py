@@ -19,7 +19,7 @@ from cuelight.actors.executor.native.attention import (
     Layout,
     Pool,
     layout,
-    wants_pairs,
+    wants_vnni_pairs,
 )
 from cuelight.actors.executor.native.ops import SmallKernels
 
@@ -83,7 +83,7 @@ SHAPES = [
     Shape(kv_heads=1, group=1, head_dim=288, block_size=16),
 ]
 
-PAIRED_SHAPES = [
+VNNI_SHAPES = [
     Shape(kv_heads=3, group=3, head_dim=64, block_size=16),
     Shape(kv_heads=2, group=1, head_dim=128, block_size=32),
     Shape(kv_heads=1, group=7, head_dim=96, block_size=48),
@@ -103,8 +103,10 @@ STEPS = {
 class Paged:
     """A pool whose unused slots are NaN (or the largest int8 with scale NaN), and what is stored in it as float64."""
 
-    def __init__(self, shape: Shape, kind: int, chunks: list[tuple[int, int]], seed: int, paired: bool = False) -> None:
-        self.shape, self.kind, self.chunks, self.paired = shape, kind, chunks, paired
+    def __init__(
+        self, shape: Shape, kind: int, chunks: list[tuple[int, int]], seed: int, vnni_pairs: bool = False
+    ) -> None:
+        self.shape, self.kind, self.chunks, self.vnni_pairs = shape, kind, chunks, vnni_pairs
         self.random = np.random.default_rng(seed)
         counts = [-(-context // shape.block_size) for _, context in chunks]
         blocks = sum(counts) + 2
@@ -125,7 +127,7 @@ class Paged:
             *dims,
             self.scales[0].ctypes.data if kind == INT8 else 0,
             self.scales[1].ctypes.data if kind == INT8 else 0,
-            paired,
+            vnni_pairs,
             block_stride=6 * shape.kv_heads * shape.block_size,
         )
 
@@ -147,8 +149,8 @@ class Paged:
         """Keys (0) or values (1) of a sequence in float64: [kv_heads, context, head_dim]."""
         shape, context = self.shape, self.chunks[sequence][1]
         data = self.stored[which][self.tables[sequence]]
-        if self.paired:
-            data = apart(data, which)
+        if self.vnni_pairs:
+            data = unpaired(data, which)
         if self.kind == BF16:
             data = from_bf16(data)
         values = data.astype(np.float64)
@@ -160,8 +162,8 @@ class Paged:
         return self.random.standard_normal(dims).astype(np.float32)
 
 
-def apart(blocks: Array, which: int) -> Array:
-    """The keys (0) or values (1) of paired blocks, token by token."""
+def unpaired(blocks: Array, which: int) -> Array:
+    """The keys (0) or values (1) of blocks of VNNI pairs, token by token."""
     count, heads, size, dim = blocks.shape
     if which == 0:
         return blocks.reshape(count, heads, dim // 2, size, 2).transpose(0, 1, 3, 2, 4).reshape(blocks.shape)
@@ -192,17 +194,17 @@ def test_attention_is_what_float64_says(threads: ctypes.CDLL, step: str, shape: 
 
 
 @pytest.mark.parametrize("kind", [BF16, INT8], ids=["bf16", "int8"])
-@pytest.mark.parametrize("shape", PAIRED_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", VNNI_SHAPES, ids=str)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("count", [1, 3], ids=["alone", "threads"])
-def test_attention_to_pairs_is_what_float64_says(
+def test_attention_to_vnni_pairs_is_what_float64_says(
     native: ctypes.CDLL, count: int, step: str, shape: Shape, kind: int
 ) -> None:
     skip_without_pairs(native, kind, shape)
     before = native.cue_threads()
     native.cue_set_threads(count)
     try:
-        paged = Paged(shape, kind, STEPS[step], seed=7, paired=True)
+        paged = Paged(shape, kind, STEPS[step], seed=7, vnni_pairs=True)
         if kind == BF16:
             check(native, paged, rounded, BF16_TOLERANCE)
         else:
@@ -212,7 +214,7 @@ def test_attention_to_pairs_is_what_float64_says(
 
 
 def skip_without_pairs(native: ctypes.CDLL, kind: int, shape: Shape) -> None:
-    if not wants_pairs(native, kind, shape.block_size, shape.head_dim):
+    if not wants_vnni_pairs(native, kind, shape.block_size, shape.head_dim):
         pytest.skip("no pairs here")
 
 
@@ -239,17 +241,17 @@ def check(native: ctypes.CDLL, paged: Paged, used: Callable[[Array], Array], tol
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bf16_chunks_meet_queries_and_weights_of_bf16(bf16_words: ctypes.CDLL, shape: Shape) -> None:
-    words = shape.head_dim % 32 == 0
+def test_bf16_chunks_meet_queries_and_weights_of_bf16(avx512_bf16: ctypes.CDLL, shape: Shape) -> None:
+    uses_bf16 = shape.head_dim % 32 == 0
     paged = Paged(shape, BF16, STEPS["prefill"], seed=7)
-    check(bf16_words, paged, rounded if words else lambda q: q, BF16_TOLERANCE if words else TOLERANCE)
+    check(avx512_bf16, paged, rounded if uses_bf16 else lambda q: q, BF16_TOLERANCE if uses_bf16 else TOLERANCE)
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_a_bf16_value_that_is_not_finite_shows(bf16_words: ctypes.CDLL, chunk: int) -> None:
+def test_a_bf16_value_that_is_not_finite_shows(avx512_bf16: ctypes.CDLL, chunk: int) -> None:
     for bad in (np.nan, np.inf, -np.inf):
-        check_that_it_shows(bf16_words, BF16, bad, 5, chunk)
-        check_that_it_shows(bf16_words, BF16, bad, 5, chunk, paired=True)
+        check_that_it_shows(avx512_bf16, BF16, bad, 5, chunk)
+        check_that_it_shows(avx512_bf16, BF16, bad, 5, chunk, vnni_pairs=True)
 
 
 @pytest.mark.parametrize("kind", [FLOAT32, BF16, INT8], ids=["float32", "bf16", "int8"])
@@ -259,9 +261,9 @@ def test_keys_and_values_are_stored_in_the_pools_type(form: ctypes.CDLL, shape: 
 
 
 @pytest.mark.parametrize("kind", [BF16, INT8], ids=["bf16", "int8"])
-@pytest.mark.parametrize("shape", PAIRED_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", VNNI_SHAPES, ids=str)
 def test_keys_and_values_are_stored_in_pairs(form: ctypes.CDLL, shape: Shape, kind: int) -> None:
-    check_what_is_stored(form, Paged(shape, kind, [(37, 37)], seed=3, paired=True), kind)
+    check_what_is_stored(form, Paged(shape, kind, [(37, 37)], seed=3, vnni_pairs=True), kind)
 
 
 def check_what_is_stored(form: ctypes.CDLL, paged: Paged, kind: int) -> None:
@@ -308,14 +310,14 @@ def test_bf16_rounds_as_torch_does(form: ctypes.CDLL) -> None:
 def test_a_value_that_is_not_finite_shows_in_every_type(form: ctypes.CDLL, bad: float, place: int, chunk: int) -> None:
     for kind in (FLOAT32, BF16, INT8):
         check_that_it_shows(form, kind, bad, place, chunk)
-        if wants_pairs(form, kind, 16, 64):
-            check_that_it_shows(form, kind, bad, place, chunk, paired=True)
+        if wants_vnni_pairs(form, kind, 16, 64):
+            check_that_it_shows(form, kind, bad, place, chunk, vnni_pairs=True)
 
 
 def check_that_it_shows(
-    native: ctypes.CDLL, kind: int, bad: float, place: int, chunk: int, paired: bool = False
+    native: ctypes.CDLL, kind: int, bad: float, place: int, chunk: int, vnni_pairs: bool = False
 ) -> None:
-    paged = Paged(Shape(1, 2, 64, 16), kind, [(chunk, 20)], seed=1, paired=paired)
+    paged = Paged(Shape(1, 2, 64, 16), kind, [(chunk, 20)], seed=1, vnni_pairs=vnni_pairs)
     values = paged.draw(20, 1, 64)
     values[3, 0, place] = bad
     kernels = AttentionKernels(native)
@@ -330,16 +332,16 @@ def test_rows_before_a_value_that_is_not_finite_are_what_they_are_without_it(for
     check_what_is_before(form)
 
 
-def test_rows_of_words_before_a_value_that_is_not_finite_are_too(bf16_words: ctypes.CDLL) -> None:
-    check_what_is_before(bf16_words)
+def test_bf16_rows_before_a_value_that_is_not_finite_are_too(avx512_bf16: ctypes.CDLL) -> None:
+    check_what_is_before(avx512_bf16)
 
 
 def check_what_is_before(native: ctypes.CDLL) -> None:
-    pairs = [kind for kind in (BF16, INT8) if wants_pairs(native, kind, 16, 64)]
-    for kind, paired in (*((kind, False) for kind in (FLOAT32, BF16, INT8)), *((kind, True) for kind in pairs)):
+    pairs = [kind for kind in (BF16, INT8) if wants_vnni_pairs(native, kind, 16, 64)]
+    for kind, vnni_pairs in (*((kind, False) for kind in (FLOAT32, BF16, INT8)), *((kind, True) for kind in pairs)):
         outs = []
         for bad in (0.5, np.inf):
-            paged = Paged(Shape(1, 2, 64, 16), kind, [(75, 80)], seed=1, paired=paired)
+            paged = Paged(Shape(1, 2, 64, 16), kind, [(75, 80)], seed=1, vnni_pairs=vnni_pairs)
             keys, values, q = (paged.draw(*dims) for dims in ((80, 1, 64), (80, 1, 64), (75, 128)))
             values[78, 0, 5] = bad
             kernels = AttentionKernels(native)
@@ -355,7 +357,7 @@ def test_many_small_weights_count_beside_a_large_one(native: ctypes.CDLL, chunk:
     """The first token takes nearly all of the attention and gives nothing, as in many models."""
     shape = Shape(1, 1, 64, 16)
     skip_without_pairs(native, INT8, shape)
-    paged = Paged(shape, INT8, [(chunk, 600)], seed=1, paired=True)
+    paged = Paged(shape, INT8, [(chunk, 600)], seed=1, vnni_pairs=True)
     keys, values = 0.1 * paged.draw(600, 1, 64), 1 + paged.draw(600, 1, 64)
     keys[0], values[0] = 1, 0
     kernels = AttentionKernels(native)
@@ -418,9 +420,9 @@ def test_what_does_not_exist_is_refused(native: ctypes.CDLL) -> None:
         {"block_size": 0},
         {"kv_heads": 0},
         {"block_stride": 47},
-        {"paired": True},
-        {"paired": True, "type": BF16, "block_size": 8},
-        {"paired": True, "type": BF16, "head_dim": 48},
+        {"vnni_pairs": True},
+        {"vnni_pairs": True, "type": BF16, "block_size": 8},
+        {"vnni_pairs": True, "type": BF16, "head_dim": 48},
     ):
         with pytest.raises(ValueError, match=r"does not exist|contiguous"):
             kernels.write(replace(paged.pool, **change), fine, k, k)
@@ -428,8 +430,8 @@ def test_what_does_not_exist_is_refused(native: ctypes.CDLL) -> None:
             kernels.attend(replace(paged.pool, **change), fine, q, np.zeros_like(q), 9, 1.0)
     native.cue_force_isa(0)
     try:
-        with pytest.raises(ValueError, match="does not exist"):  # plain code multiplies no pairs
-            kernels.attend(replace(paged.pool, type=BF16, paired=True), fine, q, np.zeros_like(q), 9, 1.0)
+        with pytest.raises(ValueError, match="does not exist"):  # the portable code has no VNNI pairs
+            kernels.attend(replace(paged.pool, type=BF16, vnni_pairs=True), fine, q, np.zeros_like(q), 9, 1.0)
     finally:
         native.cue_force_isa(-1)
     with pytest.raises(ValueError, match="does not exist"):

@@ -19,8 +19,8 @@ TOLERANCE = 2e-6
 
 
 @pytest.fixture
-def kernels(bf16_words: ctypes.CDLL) -> LinearKernels:
-    return LinearKernels(bf16_words)
+def kernels(avx512_bf16: ctypes.CDLL) -> LinearKernels:
+    return LinearKernels(avx512_bf16)
 
 
 def normal(seed: int, *shape: int) -> Array:

@@ -17,7 +17,7 @@ import transformers
 from tiny_models import NATIVE, edit_config, save
 
 from cuelight.actors.executor.native.architecture import Architecture, read_architecture
-from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout, wants_pairs
+from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout, wants_vnni_pairs
 from cuelight.actors.executor.native.decoder import PARTS, NativeDecoder, NativeWeights
 from cuelight.actors.executor.native.linear import Kind, LinearKernels
 from cuelight.actors.executor.native.pool import Pools
@@ -117,8 +117,8 @@ class Steps:
         self.architecture = read_architecture(folder)
         tensors: dict[str, Tensor] = dict(read_weights(folder))
         weights = NativeWeights.pack(native, self.architecture, tensors, kind)
-        paired = wants_pairs(native, stored, block_size, self.architecture.head_dim)
-        self.pools = Pools(self.architecture, 60, block_size, stored, paired=paired)
+        vnni_pairs = wants_vnni_pairs(native, stored, block_size, self.architecture.head_dim)
+        self.pools = Pools(self.architecture, 60, block_size, stored, vnni_pairs=vnni_pairs)
         self.pools._device.numbers[:] = {FLOAT32: 1000, BF16: 0x7FC0, INT8: 127}[stored]
         self.pools._device.scales[:] = np.nan
         self.decoder = NativeDecoder(native, weights, self.pools.structures(), 64)
@@ -213,9 +213,9 @@ def test_narrower_numbers_give_nearly_the_same_logits(
 
 @pytest.mark.parametrize("family", ["llama, odd", "qwen3, wide"])
 def test_rows_of_bfloat16_give_nearly_the_same_logits(
-    family: str, bf16_words: ctypes.CDLL, folder_of: Callable[[str], Path]
+    family: str, avx512_bf16: ctypes.CDLL, folder_of: Callable[[str], Path]
 ) -> None:
-    check_narrower(bf16_words, folder_of(family), Kind.BF16, BF16, 0.02, 0.02)
+    check_narrower(avx512_bf16, folder_of(family), Kind.BF16, BF16, 0.02, 0.02)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_a_paired_pool_gives_nearly_the_same_logits(
     of_weights: float,
     of_rows: float,
 ) -> None:
-    if not wants_pairs(native, stored, 16, 32):
-        pytest.skip("this machine multiplies no pairs of these")
+    if not wants_vnni_pairs(native, stored, 16, 32):
+        pytest.skip("this machine has no VNNI pairs of these")
     check_narrower(native, folder_of("qwen3, wide"), kind, stored, of_weights, of_rows, 16)
 
 

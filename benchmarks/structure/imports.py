@@ -162,7 +162,7 @@ def only_importers(modules: Mapping[str, Module], found: Iterable[Import]) -> di
 
 
 INCLUDE = re.compile(r'^\s*#\s*(?:include|define\s+\w*KERNEL)\s+"([^"]+)"', re.MULTILINE)
-"""An include, or the definition of the header that `each_isa.h` includes in the name of its includer."""
+"""An include, or the definition of the header that `foreach_isa.h` includes in the name of its includer."""
 
 
 def includes(root: Path) -> dict[str, set[str]]:

@@ -22,17 +22,17 @@ FLOAT32, BF16, INT8 = 0, 1, 2
 
 
 class CueKv(ctypes.Structure):
-    """One layer's pool, as `kv.h` has it."""
+    """One layer's pool, as `kv_pool.h` has it."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         *((name, ctypes.c_int64) for name in ("blocks", "block_stride")),
-        *((name, ctypes.c_int32) for name in ("type", "kv_heads", "block_size", "head_dim", "paired")),
+        *((name, ctypes.c_int32) for name in ("type", "kv_heads", "block_size", "head_dim", "vnni_pairs")),
     )
 
 
 class CueSlots(ctypes.Structure):
-    """Where a step's tokens stand, as `kv.h` has it."""
+    """Where a step's tokens stand, as `kv_pool.h` has it."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("positions", "blocks", "offsets")),
@@ -54,7 +54,7 @@ class CueSequences(ctypes.Structure):
 class Pool:
     """Addresses of one layer's keys and values, [blocks, kv_heads, block_size, head_dim] of `type`.
 
-    For `INT8` the scales are float32 [blocks, kv_heads, block_size]. Where the pool is `paired`, keys are
+    For `INT8` the scales are float32 [blocks, kv_heads, block_size]. With `vnni_pairs` keys are
     [blocks, kv_heads, head_dim / 2, block_size, 2] and values [blocks, kv_heads, block_size / 2, head_dim, 2].
     """
 
@@ -67,7 +67,7 @@ class Pool:
     head_dim: int
     key_scales: int = 0
     value_scales: int = 0
-    paired: bool = False
+    vnni_pairs: bool = False
     block_stride: int = 0
     """From block to block, in tokens of one head; 0: one block lies right behind the other."""
 
@@ -84,7 +84,7 @@ class Pool:
             self.kv_heads,
             self.block_size,
             self.head_dim,
-            self.paired,
+            self.vnni_pairs,
         )
 
 
@@ -121,9 +121,9 @@ def layout(
     )
 
 
-def wants_pairs(library: ctypes.CDLL, kind: int, block_size: int, head_dim: int) -> bool:
-    """Whether pools of this kind should be paired: this machine multiplies pairs, and the sizes are whole registers."""
-    return bool(library.cue_pairs(kind, block_size, head_dim))
+def wants_vnni_pairs(library: ctypes.CDLL, kind: int, block_size: int, head_dim: int) -> bool:
+    """Whether pools of this kind should hold VNNI pairs: the machine has the instructions and the sizes fit."""
+    return bool(library.cue_kv_vnni_pairs(kind, block_size, head_dim))
 
 
 class AttentionKernels:

@@ -61,8 +61,8 @@ class CueStep(ctypes.Structure):
         ("token_ids", ctypes.c_void_p),
         ("slots", CueSlots),
         ("sequences", CueSequences),
-        ("draws", ctypes.c_void_p),
-        ("draw_count", ctypes.c_int32),
+        ("logit_rows", ctypes.c_void_p),
+        ("logit_row_count", ctypes.c_int32),
     )
 
 
@@ -185,7 +185,7 @@ class NativeDecoder:
         timed: bool = False,
     ) -> None:
         a = weights.architecture
-        self._decode, scratch_bytes = library.cue_decode, library.cue_decoder_bytes
+        self._decode, scratch_bytes = library.cue_decode, library.cue_decoder_scratch_bytes
         self._decode.argtypes = (ctypes.c_void_p,) * 6
         scratch_bytes.argtypes, scratch_bytes.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
         self._weights = weights

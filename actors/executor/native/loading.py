@@ -10,7 +10,7 @@ import numpy as np
 
 from cuelight.actors.executor.lasting import LastingBytes
 from cuelight.actors.executor.native.architecture import Architecture, NotNative, read_architecture
-from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout, wants_pairs
+from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout, wants_vnni_pairs
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.native.decoder import NativeDecoder, NativeWeights
 from cuelight.actors.executor.native.linear import Kind
@@ -80,14 +80,16 @@ def _cache(options: LoadOptions) -> int:
 
 def _pools(options: LoadOptions, architecture: Architecture, kernels: ctypes.CDLL) -> tuple[Pools, LastingBytes | None]:
     kind = _cache(options)
-    paired = wants_pairs(kernels, kind, options.block_size, architecture.head_dim)
+    vnni_pairs = wants_vnni_pairs(kernels, kind, options.block_size, architecture.head_dim)
     block_bytes = Pools.block_bytes(architecture, options.block_size, kind)
     block_count = options.blocks(block_bytes, options.useful_budget(block_bytes))
     host_block_count = options.host_blocks(block_bytes)
     host_bytes = host_block_count * block_bytes
-    lasting = options.lasting_bytes(host_bytes, "native", kind, paired, host_block_count, architecture)
+    lasting = options.lasting_bytes(host_bytes, "native", kind, vnni_pairs, host_block_count, architecture)
     try:
-        return Pools(architecture, block_count, options.block_size, kind, host_block_count, lasting, paired), lasting
+        return Pools(
+            architecture, block_count, options.block_size, kind, host_block_count, lasting, vnni_pairs
+        ), lasting
     except MemoryError as error:
         needed = (block_count + host_block_count) * block_bytes
         raise CannotLoad(f"no memory for a KV cache of {needed} bytes: {error}") from error

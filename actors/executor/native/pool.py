@@ -57,7 +57,7 @@ class Memory:
 
 class Pools:
     """Keys and values of `block_count` blocks for the kernels, and of `host_block_count` beside them, in memory that
-    is `lasting` or of their own. `paired` pools suit kernels that multiply pairs.
+    is `lasting` or of their own. `vnni_pairs`: the layout for dot-product instructions.
 
     Raises MemoryError.
     """
@@ -70,9 +70,9 @@ class Pools:
         kind: int,
         host_block_count: int = 0,
         lasting: LastingBytes | None = None,
-        paired: bool = False,
+        vnni_pairs: bool = False,
     ) -> None:
-        self._a, self._kind, self._paired = architecture, kind, paired
+        self._a, self._kind, self._vnni_pairs = architecture, kind, vnni_pairs
         self.block_count, self.block_size, self.host_block_count = block_count, block_size, host_block_count
         # Zeros that the system gives page by page, when a block is first written.
         self._device = self._zeros(block_count)
@@ -124,7 +124,7 @@ class Pools:
             kv_heads=self._a.kv_heads,
             block_size=self.block_size,
             head_dim=self._a.head_dim,
-            paired=self._paired,
+            vnni_pairs=self._vnni_pairs,
         )
 
     def copy(self, copies: BlockCopies) -> None:

@@ -70,7 +70,7 @@ class NextStep:
     def _execute(self, plan: list[tuple[Tracked, int]]) -> None:
         token_count = sum([count for _, count in plan])
         self._outbox.counts["scheduled_tokens"] += token_count
-        self._outbox.counts["budget_tokens"] += self._work.limits.token_budget
+        self._outbox.counts["budget_tokens"] += self._work.budget.most
         self._doubts[EXECUTOR].asked(self._now(), token_count)
         self._flights.send(plan)
 
@@ -143,7 +143,7 @@ class NextStep:
         """Fail one request where work is left but no step runs and no blocks are asked for (rule `liveness`)."""
         while self._work.is_serving and self._requests and self._reservation.asked is None and not self._flights:
             stuck = next(iter(self._running.values()), None) or self._waiting.head(1)[0]
-            obstacle = self._door.obstacle(self._running.values(), self._rounds.token_budget, self._now())
+            obstacle = self._door.obstacle(self._running.values(), self._work.budget.tokens, self._now())
             why = obstacle or ("all wait for a prefix" if self._door.deferred else "no step can be planned")
             reason = f"nothing moves, and {len(self._requests)} requests are live: {why}"
             log.error("stalled", request_id=stuck.request_id, reason=reason, running=len(self._running))

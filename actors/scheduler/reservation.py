@@ -47,7 +47,7 @@ class Reservation:
         admissions = tuple([request.admission() for request in wanted.admitted])
         self._to.tell(
             cache.Reserve(
-                self._round, filled, tuple(wanted.growths), admissions, wanted.token_budget, self._reply_to, made
+                self._round, filled, tuple(wanted.growths), admissions, wanted.tokens_left, self._reply_to, made
             )
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from cuelight.actors.scheduler import blame
-from cuelight.actors.scheduler.allowance import Allowance
+from cuelight.actors.scheduler.allowance import AdaptiveTokenBudget
 from cuelight.actors.scheduler.chronicle import Chronicle
 from cuelight.actors.scheduler.deadlines import Deadlines
 from cuelight.actors.scheduler.door import Door
@@ -74,7 +74,8 @@ class Workload:
         self.requests: dict[RequestId, Tracked] = {}
         self.waiting = Queue(policy_of(policy))
         self.running: dict[RequestId, Tracked] = {}
-        self.door = Door(limits, self.waiting)
+        self.budget = AdaptiveTokenBudget(limits.token_budget)
+        self.door = Door(limits, self.budget, self.waiting)
         # No answer to an earlier life's steps and questions is taken for one to this life's.
         first_epoch, first_round = context.chance.getrandbits(48), context.chance.getrandbits(48)
         self.flights = Flights(neighbours.executor, context.ref, limits.steps_in_flight, first_epoch)
@@ -85,8 +86,7 @@ class Workload:
         self.reservation = Reservation(neighbours.cache, context.ref, first_round)
         self.doubts = _doubts(wake_after, limits, can_kill=neighbours.kill_executor is not None)
         self.now = context.clock.now
-        self.rounds = Rounds(limits, self.waiting, self.door, self.chronicle, self.now)
-        self._allowance = Allowance(limits.token_budget)
+        self.rounds = Rounds(limits, self.budget, self.waiting, self.door, self.chronicle, self.now)
         self._cache = neighbours.cache
         self._on_step = on_step
         self._arrivals = 0
@@ -172,8 +172,8 @@ class Workload:
         if (plan := self.flights.landed(done)) is None:
             return
         now = self.now()
-        if self._allowance.fitted():
-            self._allow()
+        if self.budget.step_fitted():
+            self.door.reopen(None)
         self.doubts[EXECUTOR].answered(now)
         self._on_step(now)
         planned: dict[RequestId, Tracked] = {}
@@ -216,7 +216,7 @@ class Workload:
         log.warning("step_failed", epoch=failed.epoch, step=failed.step, requests=len(plan), error=failed.error)
         for request in self.requests.values():
             request.pending = 0
-        if failed.out_of_memory and self._allowance.exceeded(sum([count for _, count, _ in plan])):
+        if failed.out_of_memory and self.budget.shrink(sum([count for _, count, _ in plan])):
             plan = []  # it was nobody's fault
         for request, _, _ in plan:
             if request.has_failed:
@@ -224,16 +224,11 @@ class Workload:
             request.has_failed = request.suspect = True
         for request in reversed(list(self.running.values())):
             self.preempt(request, "a step failed")
-        self._allow()
+        self.door.reopen(None)
         self.flights.begin_epoch(contents_lost=failed.contents_lost)
         if failed.contents_lost:
             self.lose_blocks("a step failed")
             self.reset_cache()
-
-    def _allow(self) -> None:
-        self.rounds.token_budget = self._allowance.token_budget
-        self.door.allow(self._allowance.token_budget)
-        self.door.reopen(None)
 
     def preempt(self, request: Tracked, why: str) -> None:
         """Preempt a request: to the front of the queue, tokens kept, blocks freed (rule `preemption-keeps-tokens`)."""

@@ -118,6 +118,22 @@ class Scheduler(Actor[SchedulerInbox]):
                 self._hear_of_memory(message)
             case _:
                 assert_never(message)
+        if self._early and self._work.is_open:
+            self._handle_early()
+        self._advance()
+
+    def _handle_early(self) -> None:
+        """Handle what came before `RestoreState`, in order."""
+        early, self._early = self._early, []
+        for message in early:
+            if isinstance(message, GetHistories | Closed):
+                self._hear_of_memory(message)
+            else:
+                self._hear_of_requests(message)
+            self._advance()
+
+    def _advance(self) -> None:
+        """Send what has ended, take over with another executor, plan the next step and publish the figures."""
         self._work.outbox.announce()
         self._executors.let_take_over()
         self._next.plan(admit=True)
@@ -181,9 +197,6 @@ class Scheduler(Actor[SchedulerInbox]):
                 self._work.outbox.fail(admit, f"the scheduler cannot go on with this request: {error!r}")
         for request_id in message.aborted:
             self._work.end_if_live(request_id, FinishReason.CANCELLED)
-        early, self._early = self._early, []
-        for each in early:
-            self.handle(each)
 
     def _close(self, closed: Closed) -> None:
         """Nobody listens to these any more; where one lives, it was an earlier scheduler that said its end."""

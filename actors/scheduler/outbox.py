@@ -54,6 +54,15 @@ class Outbox:
             "budget_tokens": 0,
         }
 
+    def count_step(self, token_count: int, token_budget: int) -> None:
+        """Add a step of `token_count` tokens, where `token_budget` were allowed, to the figures."""
+        self.counts["scheduled_tokens"] += token_count
+        self.counts["budget_tokens"] += token_budget
+
+    def count_preemption(self) -> None:
+        """Add one to the figures."""
+        self.counts["preemptions"] += 1
+
     def release(self, filled: cache.Filled, *, is_spoilt: bool = False) -> None:
         """These blocks are held no longer, and what the request computed is of no use to others if it is spoilt."""
         self._released.append(filled)
@@ -86,9 +95,12 @@ class Outbox:
         """Who admits a request again may have opened a stream for it that has nothing yet."""
         self._to.detokenizer.tell(detokenizer.Histories(((request.request_id, request.output),), ()))
 
-    def repeat_end(self, request_id: RequestId) -> None:
-        """As `repeat`, of one that has ended."""
+    def repeat_end(self, request_id: RequestId) -> bool:
+        """As `repeat`, of one that has ended; False where none has that was not confirmed."""
+        if request_id not in self._endings:
+            return False
         self._to.detokenizer.tell(detokenizer.Histories((), (self._endings.of(request_id),)))
+        return True
 
     def end(self, request: Tracked, reason: FinishReason, error: str, now: float) -> None:
         """The request is over."""

@@ -98,7 +98,7 @@ class Lifecycle:
         self.health.loading("find model")
         with phases("find model"):
             self._cast = cast = roles(self._config)
-            lead = Lead(cast.executor)
+            lead = Lead(cast.executors)
             parts = await in_thread(partial(self._casting, self._config, cast, board, lead))
             self._availability.check_starting()
         past = await self._begin_journal()

@@ -18,7 +18,8 @@ from cuelight.fingerprint import Fingerprint, fingerprint
 from cuelight.kernel import ActorSpec, Address, NotSendable, Role, System
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.observer import Switched, SwitchFailed
-from cuelight.messages.scheduler import CancelSwitch, SchedulerMessage, Switch
+from cuelight.messages.request import FIRST_EXECUTOR, ExecutorId
+from cuelight.messages.scheduler import CancelSwitch, Switch
 from cuelight.replay import Origin
 from cuelight.store import model_path
 from cuelight.threads import in_thread
@@ -31,7 +32,7 @@ RUNNING: Final = ("finish", "recompute")
 LINGER_SECONDS: Final = 5.0
 """For an executor's process to end in order; then it is killed."""
 
-ExecutorSpec: TypeAlias = Callable[[Role[ExecutorMessage], Role[SchedulerMessage]], ActorSpec[ExecutorMessage]]
+ExecutorSpec: TypeAlias = Callable[[ExecutorId, Roles], ActorSpec[ExecutorMessage]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Models:
         self._taken_over: Callable[[Origin], None] = lambda _: None
         self._is_busy = False
         self._reload: Reload | None = None
-        self._executors = 1
+        self._latest = FIRST_EXECUTOR
 
     def begin(self, stage: Stage, origin: Origin | None, taken_over: Callable[[Origin], None]) -> None:
         """The first one is there. `taken_over` is told of each one that takes over, within a handler."""
@@ -106,7 +107,7 @@ class Models:
     @property
     def serving(self) -> str | None:
         """The executor's name, which is another one after each change; None before the first one is there."""
-        return None if self._stage is None else self._stage.lead.executor.name
+        return None if self._stage is None else self._stage.lead.role.name
 
     async def change(self, model: object, recompute: bool, check_available: Callable[[], None]) -> None:
         """Find and load another one, and wait until it has taken over. `check_available` raises where nobody serves.
@@ -132,13 +133,12 @@ class Models:
 
     def _begin_reload(self, other: Successor, recompute: bool) -> Reload:
         assert self._stage is not None
-        self._executors += 1
-        role = new_role(self._stage.cast.executor, self._executors)
+        self._latest = executor_id = ExecutorId(self._latest + 1)
         facts, mark = other.origin.facts, other.origin.fingerprint
         context_length = min(facts.context_length, self._config.context_length or facts.context_length)
 
         def switch(reply_to: Address[Switched | SwitchFailed]) -> Switch:
-            return Switch(role.name, mark.model, recompute, context_length, facts.eos_token_ids, reply_to)
+            return Switch(executor_id, mark.model, recompute, context_length, facts.eos_token_ids, reply_to)
 
         def over(is_done: bool) -> None:
             self._reload, self._is_busy = None, False
@@ -147,7 +147,7 @@ class Models:
                 self._taken_over(other.origin)
 
         try:
-            part = other.part(role, self._stage.cast.scheduler)
+            part = other.part(executor_id, self._stage.cast)
             return Reload(self._stage, part, other.lasting, switch, over)
         except NotSendable as error:
             raise errors.ConfigError(str(error)) from error
@@ -204,7 +204,7 @@ class Reload:
         """Nobody wants it any more. The scheduler has the last word, since it may be done."""
         self._is_called_off = True
         if not self._is_over:
-            self._scheduler.tell(CancelSwitch(self._switch.executor))
+            self._scheduler.tell(CancelSwitch(self._switch.executor_id))
 
     def tell(self, message: Switched | SwitchFailed, /) -> None:
         """Hear from the scheduler. What a new one begins from is changed before anything else can happen."""
@@ -213,7 +213,7 @@ class Reload:
         self._is_over = True
         match message:
             case Switched():
-                leaving, self._lead.executor = self._lead.executor, self._part.role
+                leaving, self._lead.executor_id = self._lead.role, self._switch.executor_id
                 self._lasting, self._lead.lasting = self._lead.lasting, self._lasting
                 self._lead.eos_token_ids = frozenset(self._switch.eos_token_ids)
                 self._lead.context_length = self._switch.context_length
@@ -251,9 +251,3 @@ class Reload:
     def _release(self) -> None:
         if self._lasting is not None:
             self._lasting.close()
-
-
-def new_role(before: Role[ExecutorMessage], number: int) -> Role[ExecutorMessage]:
-    """The same part under another name: the first executor was number 1."""
-    name = before.name.partition(" ")[0]
-    return Role(f"{name} {number}", before.accepts, before.capacity, before.urgent)

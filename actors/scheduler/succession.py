@@ -50,7 +50,7 @@ class ExecutorManager:
         self._recovery = recovery
         self._neighbours = neighbours
         self._intake = neighbours.intake
-        self._switching = Switching(context)
+        self._switching = Switching(context, neighbours.executor_roles)
         self._context_length = context_length
         self._had_executor = False
 
@@ -72,13 +72,12 @@ class ExecutorManager:
             case Terminated():
                 self._bereaved(message)
             case Switch():
-                present = self._neighbours.executor_role
-                if present is not None and message.executor == present.name:
+                if message.executor_id == self._neighbours.executor_id:
                     confirm(message)  # it was told again just as this one had taken over
                 else:
                     self._switching.ask(message, self._self)
             case CancelSwitch():
-                if self._switching.concerns(message.executor):
+                if self._switching.concerns(message.executor_id):
                     self._give_up_switch("it was called off")
             case _:
                 assert_never(message)
@@ -125,12 +124,11 @@ class ExecutorManager:
 
     def _hear_executor(self, message: ExecutorLoading | ExecutorReady | ExecutorFailed) -> None:
         """From the executor that there is, or one that is to take over, or one that is not needed any more."""
-        present = self._neighbours.executor_role
-        if self._switching.concerns(message.executor):
+        if self._switching.concerns(message.executor_id):
             self._hear_successor(message)
             return
-        if message.executor and present is not None and message.executor != present.name:
-            log.debug("executor_not_needed", executor=message.executor)
+        if message.executor_id != self._neighbours.executor_id:
+            log.debug("executor_not_needed", executor_id=message.executor_id)
             return
         self._watchdogs.report.give_up()
         match message:
@@ -148,7 +146,7 @@ class ExecutorManager:
             if death.error:
                 self._recovery.lost(death.error, self._now())
             self._steps.cache_lost()
-        elif self._switching.concerns(death.actor):
+        elif self._switching.is_death(death):
             self._give_up_switch(f"the executor that was to take over has died: {death.error or 'it was stopped'}")
         elif executor_role is not None and death.actor == executor_role.name:
             present = self._steps.executor_lost()

@@ -6,6 +6,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from cuelight.messages.request import ExecutorId
+
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Intake admits requests of up to `token_capacity` tokens from now on. Told once in each life of intake.
@@ -60,18 +62,18 @@ class GaveUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class Switched(msgspec.Struct, frozen=True, tag=True):
-    """The executor of this role has taken over; the one before has nothing more to do."""
+    """This executor has taken over; the one before has nothing more to do."""
 
-    executor: str
+    executor_id: ExecutorId
 
 
 class SwitchFailed(msgspec.Struct, frozen=True, tag=True):
-    """The executor of this role will not take over, and is needed no longer; the one before serves on.
+    """This executor will not take over, and is needed no longer; the one before serves on.
 
     `is_mismatch`: a request that lives does not fit its model.
     """
 
-    executor: str
+    executor_id: ExecutorId
     reason: str
     is_mismatch: bool = False
 

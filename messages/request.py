@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NewType, TypeAlias
+from typing import Final, NewType, TypeAlias
 
 import msgspec
 
 RequestId = NewType("RequestId", int)
+
+ExecutorId = NewType("ExecutorId", int)
+"""Counts the executors of an engine: each `reload` begins another one. Restarts of an executor keep its id."""
+
+FIRST_EXECUTOR: Final = ExecutorId(1)
+"""The executor that an engine starts with."""
 
 
 class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ import msgspec
 
 from cuelight.messages.address import Address
 from cuelight.messages.observer import Switched, SwitchFailed
-from cuelight.messages.request import BlockCopies, HostTier, RequestId, Sampling, Service
+from cuelight.messages.request import FIRST_EXECUTOR, BlockCopies, ExecutorId, HostTier, RequestId, Sampling, Service
 
 
 class Admit(msgspec.Struct, frozen=True, tag=True):
@@ -140,17 +140,17 @@ class StopMatched(msgspec.Struct, frozen=True, tag=True):
 
 
 class ExecutorLoading(msgspec.Struct, frozen=True, tag=True):
-    """The executor of this role has come to this phase of its start (`phase` is for people)."""
+    """This executor has come to this phase of its start (`phase` is for people)."""
 
     phase: str
-    executor: str = ""
+    executor_id: ExecutorId = FIRST_EXECUTOR
 
 
 class ExecutorReady(msgspec.Struct, frozen=True, tag=True):
     """Weights are loaded and the KV pool is allocated: `block_count` blocks of `block_size` tokens.
 
     `life` tells this executor from those before it, whose blocks and steps are gone with them. `seconds` it took, of
-    which the loader's `phases` are a part, by name. `executor` is its role.
+    which the loader's `phases` are a part, by name. `executor_id` tells it from those that may take over.
     """
 
     block_count: int
@@ -158,26 +158,26 @@ class ExecutorReady(msgspec.Struct, frozen=True, tag=True):
     host: HostTier = HostTier()
     life: int = 0
     seconds: float = 0.0
-    executor: str = ""
+    executor_id: ExecutorId = FIRST_EXECUTOR
     phases: tuple[tuple[str, float], ...] = ()
 
 
 class ExecutorFailed(msgspec.Struct, frozen=True, tag=True):
-    """The executor of this role cannot load the model."""
+    """This executor cannot load the model."""
 
     error: str
-    executor: str = ""
+    executor_id: ExecutorId = FIRST_EXECUTOR
 
 
 class Switch(msgspec.Struct, frozen=True, tag=True):
-    """Another executor, of this role, is loading `model` and is to take over. Answered: `Switched` or `SwitchFailed`.
+    """Another executor is loading `model` and is to take over. Answered: `Switched` or `SwitchFailed`.
 
     With `recompute`, it does so as soon as it is ready, and computes again what runs. Otherwise what runs then ends on
     the executor before, and whoever comes waits for this one. A request may hold `context_length` tokens there.
     Harmless where it was told already.
     """
 
-    executor: str
+    executor_id: ExecutorId
     model: str
     recompute: bool
     context_length: int
@@ -186,9 +186,9 @@ class Switch(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelSwitch(msgspec.Struct, frozen=True, tag=True):
-    """The executor of this role is not to take over any more: `SwitchFailed`. Harmless where it has, or will not."""
+    """This executor is not to take over any more: `SwitchFailed`. Harmless where it has, or will not."""
 
-    executor: str
+    executor_id: ExecutorId
 
 
 class IntakeStarted(msgspec.Struct, frozen=True, tag=True):

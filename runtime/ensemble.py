@@ -19,7 +19,7 @@ from cuelight.actors.executor.options import LoadOptions, may_have_gpu
 from cuelight.actors.intake.actor import Encoder, Intake
 from cuelight.actors.intake.limits import Limits
 from cuelight.actors.scheduler.actor import Scheduler
-from cuelight.actors.scheduler.outbox import Neighbours
+from cuelight.actors.scheduler.outbox import ExecutorRoles, Neighbours
 from cuelight.actors.scheduler.planning import Limits as StepLimits
 from cuelight.config import EngineConfig, ModelFacts, read_facts
 from cuelight.errors import ModelUnavailable
@@ -31,6 +31,7 @@ from cuelight.messages.detokenizer import DetokenizerMessage
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.intake import IntakeMessage
 from cuelight.messages.observer import ObserverMessage
+from cuelight.messages.request import FIRST_EXECUTOR, ExecutorId
 from cuelight.messages.scheduler import Abort, Admit, FailRequest, RestoreState, SchedulerMessage, SetPolicy
 from cuelight.model_cache import cache_directory
 
@@ -136,17 +137,28 @@ class Roles:
     scheduler: Role[SchedulerMessage]
     intake: Role[IntakeMessage]
 
+    @property
+    def executors(self) -> ExecutorRoles:
+        """The roles of the first executor and of those that take over from it."""
+        return ExecutorRoles(self.executor)
+
 
 @dataclass
 class Lead:
     """Who plays the executor now, and what a new scheduler must know of its model. Another model changes it."""
 
-    executor: Role[ExecutorMessage]
+    roles: ExecutorRoles
+    executor_id: ExecutorId = FIRST_EXECUTOR
     eos_token_ids: frozenset[int] = frozenset()
     context_length: int | None = None
     """None while it is the first one."""
     lasting: LastingMemory | None = None
     """What outlives it, until `release`."""
+
+    @property
+    def role(self) -> Role[ExecutorMessage]:
+        """The role of the executor that computes."""
+        return self.roles[self.executor_id]
 
     def release(self) -> None:
         """Nobody will play the executor any more."""
@@ -158,12 +170,13 @@ def executor_spec(
     load_device: Callable[..., Device[B]],
     lasting: LastingMemory | None,
     config: EngineConfig,
-    role: Role[ExecutorMessage],
-    scheduler: Role[SchedulerMessage],
+    executor_id: ExecutorId,
+    cast: Roles,
 ) -> ActorSpec[ExecutorMessage]:
-    """An executor that loads this and answers to that scheduler."""
+    """An executor that loads this and answers to the scheduler."""
     placement = InProcess() if lives_in_process(config) else InLoop()
-    return ActorSpec(role, partial(build_executor, load_device, lasting, scheduler), EXECUTOR_RESTART_POLICY, placement)
+    build = partial(build_executor, load_device, lasting, cast.scheduler, executor_id)
+    return ActorSpec(cast.executors[executor_id], build, EXECUTOR_RESTART_POLICY, placement)
 
 
 def lasting_memory(config: EngineConfig) -> LastingMemory | None:
@@ -239,7 +252,7 @@ def actor_specs(
             lambda context: Detokenizer(context, parts.decode, context.find(cast.scheduler), context.find(cast.intake)),
             RESTART_POLICY,
         ),
-        executor_spec(parts.load_device, parts.lasting, config, cast.executor, cast.scheduler),
+        executor_spec(parts.load_device, parts.lasting, config, FIRST_EXECUTOR, cast),
         ActorSpec(cast.cache, lambda _: CacheManager(observer, config.watermark_fraction), RESTART_POLICY),
         ActorSpec(
             cast.scheduler,
@@ -249,13 +262,14 @@ def actor_specs(
                 lead.eos_token_ids,
                 Neighbours(
                     cache=context.find(cast.cache),
-                    executor=context.find(lead.executor),
+                    executor=context.find(lead.role),
                     detokenizer=context.find(cast.detokenizer),
                     intake=context.find(cast.intake),
                     observer=observer,
                     cache_role=cast.cache,
-                    executor_role=lead.executor,
-                    kill_executor=partial(context.kill, lead.executor) if is_apart else None,
+                    executor_id=lead.executor_id,
+                    executor_roles=lead.roles,
+                    kill_executor=partial(context.kill, lead.role) if is_apart else None,
                 ),
                 policy,
                 lead.context_length,

@@ -94,7 +94,7 @@ class Lifecycle:
                 self.health, StatusCallbacks(self._resend, self._gave_up, self._progress.phase, self._progress.note)
             )
             cast = roles(self._config)
-            lead = Lead(cast.executor)
+            lead = Lead(cast.executors)
             origin, specs = await in_thread(partial(self._find, cast, board, lead))
             self._availability.check_starting()
         journal, past = await self._begin_journal(origin)

@@ -23,17 +23,17 @@ from cuelight.ensemble import (
     load_parts,
 )
 from cuelight.fingerprint import Fingerprint, fingerprint
-from cuelight.kernel import ActorSpec, Recipient, Role
+from cuelight.kernel import ActorSpec, Recipient
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.observer import ObserverMessage
-from cuelight.messages.scheduler import SchedulerMessage
+from cuelight.messages.request import ExecutorId
 from cuelight.origin import Origin
 from cuelight.store import model_path
 
 B = TypeVar("B")
 
 BuildActors: TypeAlias = Callable[[EngineConfig, Roles, Recipient[ObserverMessage], Lead], tuple[ActorSpec[Never], ...]]
-BuildExecutor: TypeAlias = Callable[[Role[ExecutorMessage], Role[SchedulerMessage]], ActorSpec[ExecutorMessage]]
+BuildExecutor: TypeAlias = Callable[[ExecutorId, Roles], ActorSpec[ExecutorMessage]]
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from typing import Final
 
 import msgspec
 
+from cuelight.actors.scheduler.outbox import ExecutorRoles
 from cuelight.errors import WrongJournal
-from cuelight.kernel import JournalError, NotAccepted, NotSendable
+from cuelight.kernel import JournalError, NotAccepted, NotSendable, Role
 from cuelight.kernel.codec import AddressId, Codec, Name, type_name
 from cuelight.kernel.records import JournalReader, Recorded, read_journal
 from cuelight.messages.detokenizer import Histories, Open, RequestEnded, TokensReady
-from cuelight.messages.executor import ExecuteStep
+from cuelight.messages.executor import ExecuteStep, ExecutorMessage
 from cuelight.messages.intake import Cancel, Submit
 from cuelight.messages.request import FinishReason, Prompt, RequestId, Sampling, Service
 from cuelight.messages.scheduler import FailRequest, Switch
@@ -36,6 +37,8 @@ _RECEIVERS: Final[Mapping[type, str]] = {
 """Of each message that says something of a request, the one who is told it first."""
 
 _WORK: Final = type_name(ExecuteStep)
+
+_EXECUTORS: Final = ExecutorRoles(Role("executor", ExecutorMessage, capacity=1))
 
 _TYPES: Final[dict[Name, type]] = {type_name(kind): kind for kind in _RECEIVERS}
 
@@ -165,7 +168,7 @@ class _Reading:
             case Cancel(request_id) | FailRequest(request_id):
                 self._lives.pop(request_id, None)
             case Switch():
-                self._models[message.executor] = message.model
+                self._models[_EXECUTORS[message.executor_id].name] = message.model
 
     def _hear_output(self, message: TokensReady | Histories | RequestEnded, seconds: float) -> None:
         match message:

@@ -17,6 +17,7 @@ from cuelight.kernel import ActorSpec, NotSendable, Recipient, Role, System
 from cuelight.loaders import ModelLoader, NextModel
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.observer import Switched, SwitchFailed
+from cuelight.messages.request import FIRST_EXECUTOR, ExecutorId
 from cuelight.messages.scheduler import CancelSwitch, Switch
 from cuelight.origin import Origin
 from cuelight.threads import in_thread
@@ -69,12 +70,12 @@ class Models:
         self._on_switched = on_switched
         self._is_busy = False
         self._reload: Reload | None = None
-        self._executors = 1
+        self._latest = FIRST_EXECUTOR
 
     @property
     def serving(self) -> str:
         """The name of the executor that serves; each switch changes it."""
-        return self._target.lead.executor.name
+        return self._target.lead.role.name
 
     async def change(self, model: object, recompute: bool, check_available: Callable[[], None]) -> None:
         """Find and load another one, and wait until it has taken over. `check_available` raises where nobody serves.
@@ -98,13 +99,12 @@ class Models:
             raise
 
     def _begin_reload(self, other: NextModel, recompute: bool) -> Reload:
-        self._executors += 1
-        role = new_role(self._target.roles.executor, self._executors)
+        self._latest = executor_id = ExecutorId(self._latest + 1)
         facts, mark = other.origin.facts, other.origin.fingerprint
         context_length = min(facts.context_length, self._config.context_length or facts.context_length)
 
         def switch(reply_to: Recipient[Switched | SwitchFailed]) -> Switch:
-            return Switch(role.name, mark.model, recompute, context_length, facts.eos_token_ids, reply_to)
+            return Switch(executor_id, mark.model, recompute, context_length, facts.eos_token_ids, reply_to)
 
         def over(is_done: bool) -> None:
             self._reload, self._is_busy = None, False
@@ -113,7 +113,7 @@ class Models:
                 self._on_switched(other.origin)
 
         try:
-            spec = other.build_executor(role, self._target.roles.scheduler)
+            spec = other.build_executor(executor_id, self._target.roles)
             return Reload(self._target, spec, other.lasting, switch, over)
         except NotSendable as error:
             raise errors.ConfigError(str(error)) from error
@@ -169,7 +169,7 @@ class Reload:
         """Nobody wants it any more. The scheduler has the last word, since it may be done."""
         self._is_called_off = True
         if not self._is_over:
-            self._scheduler.tell(CancelSwitch(self._switch.executor))
+            self._scheduler.tell(CancelSwitch(self._switch.executor_id))
 
     def tell(self, message: Switched | SwitchFailed, /) -> None:
         """Hear from the scheduler. What a new one begins from is changed before anything else can happen."""
@@ -178,7 +178,7 @@ class Reload:
         self._is_over = True
         match message:
             case Switched():
-                leaving, self._lead.executor = self._lead.executor, self._spec.role
+                leaving, self._lead.executor_id = self._lead.role, self._switch.executor_id
                 self._lasting, self._lead.lasting = self._lead.lasting, self._lasting
                 self._lead.eos_token_ids = frozenset(self._switch.eos_token_ids)
                 self._lead.context_length = self._switch.context_length
@@ -216,9 +216,3 @@ class Reload:
     def _release(self) -> None:
         if self._lasting is not None:
             self._lasting.close()
-
-
-def new_role(before: Role[ExecutorMessage], number: int) -> Role[ExecutorMessage]:
-    """The same part under another name: the first executor was number 1."""
-    name = before.name.partition(" ")[0]
-    return Role(f"{name} {number}", before.accepts, before.capacity, before.urgent)

@@ -48,7 +48,7 @@ def _replay(path: str, actor: str) -> Replay:
     names = asdict(cast)
     if actor not in names:
         raise JournalError(f"an engine has no actor {actor!r}: it has {', '.join(names)}")
-    parts = actor_specs(_parts(origin, actor), origin.config, cast, _NoObserver(), Lead(cast.executor))
+    parts = actor_specs(_parts(origin, actor), origin.config, cast, _NoObserver(), Lead(cast.executors))
     part = next(part for part in parts if part.role.name == actor)
     return replay_part(journal, part, (IntakeInbox, ExecutorInbox, SchedulerInbox), [each.role for each in parts])
 

@@ -24,7 +24,6 @@ from cuelight.kernel.faults import SimulatedCrash
 from cuelight.kernel.simulation import Simulation
 from cuelight.messages.cache import ForgetPrefixes
 from cuelight.messages.client import Rejected
-from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.intake import ResendComplete
 from cuelight.messages.observer import (
     BlockFigures,
@@ -37,7 +36,7 @@ from cuelight.messages.observer import (
     Recovering,
     RequestFigures,
 )
-from cuelight.messages.request import FinishReason, Prompt, RequestId
+from cuelight.messages.request import FIRST_EXECUTOR, ExecutorId, FinishReason, Prompt, RequestId
 from cuelight.messages.scheduler import Switch
 from cuelight.testing import END_TOKEN, decode, encode
 from cuelight.trial_changes import Changes
@@ -108,8 +107,9 @@ class History:
         self._mischief = drawn_mischief(chance, self._config, request_count)
         self._board = Board(self._send_again)
         self._cast = roles(self._config)
-        self._lead = Lead(self._cast.executor)
+        self._lead = Lead(self._cast.executors)
         self._actors: dict[str, Actor[Never]] = {}
+        self._executor_names: set[str] = set()
         self._deliveries = 0
         self._deaths: Counter[str] = Counter()
         self._kills = drawn_kills(chance)
@@ -153,27 +153,29 @@ class History:
         stub = EngineParts(facts, _Encoder(), decode, partial(StubDevice, 2, 1))  # an executor of its own
         specs = actor_specs(stub, config, cast, self._board, self._lead)
         return [
-            self._executor_part(cast.executor) if part.role is cast.executor else _kept(part, self._actors)
+            self._executor_part(FIRST_EXECUTOR) if part.role is cast.executor else _kept(part, self._actors)
             for part in specs
         ]
 
-    def _executor_part(self, role: Role[ExecutorMessage]) -> ActorSpec[Never]:
+    def _executor_part(self, executor_id: ExecutorId) -> ActorSpec[Never]:
+        role = self._cast.executors[executor_id]
+        self._executor_names.add(role.name)
         remains = Remains(self._config, self._mischief.chance)
-        build = partial(build_flaky, self._config, self._mischief, remains, self._cast.scheduler)
+        build = partial(build_flaky, self._config, self._mischief, remains, self._cast.scheduler, executor_id)
         placement = InProcess() if lives_in_process(self._config) else InLoop()
         return _kept(ActorSpec(role, build, EXECUTOR_RESTART_POLICY, placement), self._actors)
 
-    def _switch_to(self, executor: str, recompute: bool) -> Switch:
-        return Switch(executor, "", recompute, CONTEXT_LENGTH, (END_TOKEN,), self._changes)
+    def _switch_to(self, executor_id: ExecutorId, recompute: bool) -> Switch:
+        return Switch(executor_id, "", recompute, CONTEXT_LENGTH, (END_TOKEN,), self._changes)
 
     def _see(self, event: Event) -> None:
         if isinstance(event, Delivered):
             self._deliveries += 1
             if (actor := self._kills.get(self._deliveries)) is not None:
-                role = self._lead.executor if actor == "executor" else _role(self._cast, actor)
+                role = self._lead.role if actor == "executor" else _role(self._cast, actor)
                 self._simulation.kill(role, "drawn")
         elif isinstance(event, Ended) and event.cause is not ExitCause.STOPPED:
-            self._deaths[event.actor.partition(" ")[0]] += 1
+            self._deaths["executor" if event.actor in self._executor_names else event.actor] += 1
             if event.actor == self._cast.scheduler.name:
                 self._simulation.at(self._simulation.clock.now(), self._changes.repeat)
             if self._mistake is not None:

@@ -13,8 +13,8 @@ from cuelight.kernel import ActorSpec, Role
 from cuelight.kernel.simulation import Simulation
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.observer import Switched, SwitchFailed
+from cuelight.messages.request import FIRST_EXECUTOR, ExecutorId
 from cuelight.messages.scheduler import CancelSwitch, SchedulerMessage, Switch
-from cuelight.reload import new_role
 
 
 class Changes:
@@ -25,15 +25,15 @@ class Changes:
         simulation: Simulation,
         scheduler: Role[SchedulerMessage],
         lead: Lead,
-        part: Callable[[Role[ExecutorMessage]], ActorSpec[Never]],
-        switch: Callable[[str, bool], Switch],
+        part: Callable[[ExecutorId], ActorSpec[Never]],
+        switch: Callable[[ExecutorId, bool], Switch],
     ) -> None:
         self._simulation = simulation
         self._scheduler = scheduler
         self._lead = lead
         self._part = part
         self._switch = switch
-        self._number = 1
+        self._latest = FIRST_EXECUTOR
         self._asked: Switch | None = None
         self.taken_over = 0
 
@@ -48,10 +48,9 @@ class Changes:
     def _begin(self, *, recompute: bool) -> None:
         if self._asked is not None:
             return
-        self._number += 1
-        role = new_role(self._lead.executor, self._number)
-        self._simulation.spawn(self._part(role))
-        self._asked = self._switch(role.name, recompute)
+        self._latest = ExecutorId(self._latest + 1)
+        self._simulation.spawn(self._part(self._latest))
+        self._asked = self._switch(self._latest, recompute)
         self.repeat()
 
     def repeat(self) -> None:
@@ -61,18 +60,18 @@ class Changes:
 
     def _call_off(self) -> None:
         if self._asked is not None:
-            self._simulation.find(self._scheduler).tell(CancelSwitch(self._asked.executor))
+            self._simulation.find(self._scheduler).tell(CancelSwitch(self._asked.executor_id))
 
     def tell(self, message: Switched | SwitchFailed, /) -> None:
         """Hear from the scheduler."""
-        if self._asked is None or message.executor != self._asked.executor:
+        if self._asked is None or message.executor_id != self._asked.executor_id:
             return
         self._asked = None
-        leaving = new_role(self._lead.executor, self._number)
+        leaving = self._latest
         if isinstance(message, Switched):
-            self._lead.executor, leaving = leaving, self._lead.executor
+            self._lead.executor_id, leaving = leaving, self._lead.executor_id
             self.taken_over += 1
-        self._simulation.at(self._simulation.clock.now(), partial(self._dismiss, leaving))
+        self._simulation.at(self._simulation.clock.now(), partial(self._dismiss, self._lead.roles[leaving]))
 
     def _dismiss(self, role: Role[ExecutorMessage]) -> None:
         with suppress(KeyError):
@@ -81,5 +80,6 @@ class Changes:
     def check(self) -> None:
         """At rest, every one has taken over or will not, and one executor is left."""
         assert self._asked is None, f"nobody says what has become of {self._asked}"
-        executors = [name for name in self._simulation.statistics() if name.startswith("executor")]
-        assert executors == [self._lead.executor.name], f"there are {executors}, and {self._lead.executor} serves"
+        names = {self._lead.roles[ExecutorId(number)].name for number in range(FIRST_EXECUTOR, self._latest + 1)}
+        executors = [name for name in self._simulation.statistics() if name in names]
+        assert executors == [self._lead.role.name], f"there are {executors}, and {self._lead.role.name} serves"

@@ -18,7 +18,7 @@ from cuelight.kernel import Context, Role
 from cuelight.kernel.faults import SimulatedKill
 from cuelight.messages.address import Address
 from cuelight.messages.executor import ExecuteStep
-from cuelight.messages.request import BlockCopies, CopyKind, RequestId
+from cuelight.messages.request import BlockCopies, CopyKind, ExecutorId, RequestId
 from cuelight.messages.scheduler import SchedulerMessage, StepDone, StepFailed
 from cuelight.testing import END_TOKEN
 
@@ -76,10 +76,12 @@ def build_flaky(
     mischief: Mischief,
     remains: Remains,
     scheduler: Role[SchedulerMessage],
+    executor_id: ExecutorId,
     context: Context[ExecutorInbox],
 ) -> Executor[StubBatch]:
     """The executor of this life, with what those before it have left in host memory."""
-    return FlakyExecutor(context, partial(_load, config, mischief, remains), context.find(scheduler), mischief, remains)
+    load = partial(_load, config, mischief, remains)
+    return FlakyExecutor(context, load, context.find(scheduler), executor_id, mischief, remains)
 
 
 def _load(config: EngineConfig, mischief: Mischief, remains: Remains) -> Device[StubBatch]:
@@ -149,10 +151,11 @@ class FlakyExecutor(Executor[StubBatch]):
         context: Context[ExecutorInbox],
         load: Callable[[], Device[StubBatch]],
         scheduler: Address[SchedulerMessage],
+        executor_id: ExecutorId,
         mischief: Mischief,
         remains: Remains,
     ) -> None:
-        super().__init__(context, load, scheduler)
+        super().__init__(context, load, scheduler, executor_id)
         self._mischief = mischief
         self._remains = remains
         self._hangs = False

@@ -80,19 +80,19 @@ def explained(core: Core, request_id: int) -> Explanation:
 
 
 def is_running(core: Core, request_id: int) -> bool:
-    return RequestId(request_id) in scheduler_of(core)._work.running
+    return RequestId(request_id) in scheduler_of(core)._state.running
 
 
 def is_live(core: Core, request_id: int) -> bool:
-    return RequestId(request_id) in scheduler_of(core)._work.requests
+    return RequestId(request_id) in scheduler_of(core)._state.requests
 
 
 def running(core: Core) -> int:
-    return len(scheduler_of(core)._work.running)
+    return len(scheduler_of(core)._state.running)
 
 
 def preemptions(core: Core) -> int:
-    return scheduler_of(core)._work.outbox.counts["preemptions"]
+    return scheduler_of(core)._outbox.counts["preemptions"]
 
 
 def end_order(core: Core) -> list[int]:
@@ -119,8 +119,8 @@ def finish(core: Core, steps_max: int = 200_000) -> None:
     else:
         raise AssertionError("the core never comes to rest")
     scheduler = scheduler_of(core)
-    assert not scheduler._work.requests, f"live at rest: {sorted(scheduler._work.requests)}"
-    assert len(scheduler._work.waiting) == 0 and not scheduler._work.running
+    assert not scheduler._state.requests, f"live at rest: {sorted(scheduler._state.requests)}"
+    assert len(scheduler._state._queue) == 0 and not scheduler._state.running
     assert core.blocks().blocks_free == core.blocks().blocks_total
     core.ends()
 
@@ -129,21 +129,20 @@ def check(core: Core) -> None:
     """What holds after every message: counts, bounds, and that nothing idles which could run."""
     scheduler, tables = scheduler_of(core), tables_of(core)
     tables.check()
-    limits = scheduler._work.limits
-    assert len(scheduler._work.running) <= scheduler._work.door.running_max
-    assert len(scheduler._work.running) + len(scheduler._work.waiting) == len(scheduler._work.requests)
-    assert len(scheduler._work.flights) <= limits.steps_in_flight
-    for plan in scheduler._work.flights:
-        assert 0 < sum(count for _, count, _ in plan) <= limits.token_budget
-    assert all(request.request_id in scheduler._work.requests for request in scheduler._work.door.deferred._leaders)
-    if core.stage._queues.get("scheduler") or core.stage._queues.get("cache") or not scheduler._work.pool:
+    assert len(scheduler._state.running) <= scheduler._state._gate.running_max
+    assert len(scheduler._state.running) + len(scheduler._state._queue) == len(scheduler._state.requests)
+    assert len(scheduler._state._steps) <= scheduler._state._steps._steps_max
+    for plan in scheduler._state._steps:
+        assert 0 < sum(count for _, count, _ in plan) <= scheduler._state._budget.most
+    assert all(request.request_id in scheduler._state.requests for request in scheduler._state._gate.deferred._leaders)
+    if core.stage._queues.get("scheduler") or core.stage._queues.get("cache") or not scheduler._state.pool:
         return  # it is about to hear something
-    assert scheduler._work.reservation.asked is None, "nobody answers"
-    if len(scheduler._work.flights) == limits.steps_in_flight:
+    assert scheduler._state._block_requests.asked is None, "nobody answers"
+    if len(scheduler._state._steps) == scheduler._state._steps._steps_max:
         return
-    assert scheduler._work.flights or not scheduler._work.requests, "nothing runs"
-    plan = scheduler._work.rounds.planned(scheduler._work.running.values(), others_wait=False)
-    assert not plan or not blame.may_fly(plan, scheduler._work.flights), (
+    assert scheduler._state._steps or not scheduler._state.requests, "nothing runs"
+    plan = scheduler._state._planner.planned(scheduler._state.running.values(), others_wait=False)
+    assert not plan or not blame.may_fly(plan, scheduler._state._steps), (
         f"{[request.request_id for request, _ in plan]} could run, and the executor has room"
     )
     _check_admissions(scheduler, tables)
@@ -151,15 +150,15 @@ def check(core: Core) -> None:
 
 def _check_admissions(scheduler: Scheduler, tables: Tables) -> None:
     """The first in line, as far as it is not set aside for good reason, does not fit."""
-    if any(request.suspect for request in scheduler._work.running.values()):
+    if any(request.suspect for request in scheduler._state.running.values()):
         return
-    if len(scheduler._work.running) >= scheduler._work.door.running_max:
+    if len(scheduler._state.running) >= scheduler._state._gate.running_max:
         return
-    for request in scheduler._work.waiting.head(len(scheduler._work.waiting)):
+    for request in scheduler._state._queue.head(len(scheduler._state._queue)):
         if request.pending:
             return
         missing, is_promised = _lacks(tables, request)
-        if request in scheduler._work.door.deferred:
+        if request in scheduler._state._gate.deferred:
             assert is_promised, f"{request.request_id} waits for a prefix that nobody computes"
             continue
         assert missing > 0, f"{request.request_id} could be admitted, and the executor has room"

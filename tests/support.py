@@ -14,7 +14,7 @@ from cuelight.actors.executor.actor import Executor
 from cuelight.actors.executor.device import Pending
 from cuelight.actors.executor.stub import StubDevice, hashed_token
 from cuelight.actors.scheduler.actor import Scheduler
-from cuelight.actors.scheduler.outbox import Neighbours
+from cuelight.actors.scheduler.outbox import ExecutorRoles, Neighbours
 from cuelight.actors.scheduler.planning import Limits
 from cuelight.kernel import Actor, ExitCause, Role, Terminated, Timer
 from cuelight.messages import detokenizer, intake, observer
@@ -219,7 +219,7 @@ class Core:
             replace(
                 neighbours,
                 cache_role=Role("cache", CacheMessage, 1),
-                executor_role=Role("executor", ExecutorMessage, 1),
+                executor_roles=ExecutorRoles(Role("executor", ExecutorMessage, 1)),
                 kill_executor=kill_executor,
             ),
             policy,

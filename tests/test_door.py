@@ -32,7 +32,7 @@ def refused_core(seed: int, chosen: SetPolicy, **large: float) -> Core:
     core.admit(0, [7] * 3, Sampling(max_tokens=60, ignore_eos=True), service=Service("a"))
     step_until(core, lambda: len(core.outputs().get(0, [])) > 5)
     core.admit(1, [8] * 200, Sampling(max_tokens=1), service=Service("b", **large))
-    step_until(core, lambda: scheduler_of(core)._work.door._refused is not None)
+    step_until(core, lambda: scheduler_of(core)._state._gate._refused is not None)
     return core
 
 
@@ -58,14 +58,14 @@ def test_fair_when_another_tenant_comes_before_the_one_that_did_not_fit_it_is_tr
     """Nobody joins or leaves: what a tenant is charged for changes the order."""
     core = refused_core(seed, policy("fair"))
     scheduler = scheduler_of(core)
-    scheduler._work.waiting.charge(tracked(0, Service("c")), 10.0)
+    scheduler._state._queue.charge(tracked(0, Service("c")), 10.0)
     core.admit(2, [9] * 4, Sampling(max_tokens=1), service=Service("c"))
     step_until(core, lambda: is_live(core, 2))
     for _ in range(10):
         core.stage.step()
         check(core)
     assert not is_running(core, 2), "it waits behind the large one"
-    scheduler._work.waiting.charge(tracked(0, Service("b")), 500.0)
+    scheduler._state._queue.charge(tracked(0, Service("b")), 500.0)
     step_until(core, lambda: 2 in core.ends(), steps_max=60)
     assert is_live(core, 0) and is_live(core, 1) and preemptions(core) == 0
     finish(core)
@@ -97,7 +97,7 @@ def test_fair_nobody_gives_way_again_to_one_that_still_has_no_room(seed: int) ->
     step_until(core, lambda: running(core) == 4)
     core.admit(100, [50] * 150, Sampling(max_tokens=4), service=Service("b"))
     step_until(core, lambda: is_live(core, 100))
-    scheduler_of(core)._work.waiting.charge(tracked(0, Service("b")), 1_000.0)
+    scheduler_of(core)._state._queue.charge(tracked(0, Service("b")), 1_000.0)
     step_until(core, lambda: 100 in core.ends())
     assert preemptions(core) <= len(core.ends())
     finish(core)

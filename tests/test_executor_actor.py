@@ -20,11 +20,11 @@ from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token, s
 from cuelight.kernel import ActorSpec, Role, System
 from cuelight.messages.address import Address
 from cuelight.messages.executor import ExecuteStep, ExecutorMessage, GetExecutorState, Row, RowChunk
-from cuelight.messages.request import BlockCopies, CopyKind, HostTier, RequestId, Sampling
+from cuelight.messages.request import FIRST_EXECUTOR, BlockCopies, CopyKind, HostTier, RequestId, Sampling
 from cuelight.messages.scheduler import ExecutorFailed, ExecutorLoading, ExecutorReady, StepDone, StepFailed
 
 PROMPT = (5, 6, 7)
-LOADING = ExecutorLoading("loading the model", "executor")
+LOADING = ExecutorLoading("loading the model")
 
 M = TypeVar("M")
 
@@ -76,7 +76,7 @@ def test_a_loaded_device_is_announced_with_its_pool() -> None:
     staged.settle()
     (ready,) = staged.scheduler.take()
     assert isinstance(ready, ExecutorReady)
-    assert (ready.block_count, ready.block_size, ready.executor) == (40, 16, "executor")
+    assert (ready.block_count, ready.block_size, ready.executor_id) == (40, 16, FIRST_EXECUTOR)
     assert ready.seconds > 0, "which it took"
 
 
@@ -95,7 +95,7 @@ def test_the_phases_of_loading_are_told_as_they_begin_and_timed(seed: int) -> No
     staged = Staged(seed, load)
     staged.settle()
     *before, ready = staged.scheduler.take()
-    told = [ExecutorLoading(f"loading the model: {name}", "executor") for name in ("read", "pack", "read")]
+    told = [ExecutorLoading(f"loading the model: {name}") for name in ("read", "pack", "read")]
     # The thread that says so and the one that loads take turns as they like, and what comes late is not said any more.
     assert before == [LOADING, *told[: len(before) - 1]]
     assert isinstance(ready, ExecutorReady)
@@ -171,7 +171,7 @@ def test_a_failed_load_is_told(error: Exception, text: str) -> None:
 
     staged = Staged(0, load)
     staged.settle()
-    assert staged.scheduler.messages == [LOADING, ExecutorFailed(text, "executor")]
+    assert staged.scheduler.messages == [LOADING, ExecutorFailed(text)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -481,7 +481,7 @@ async def test_in_a_system_a_failed_load_and_a_failed_step_are_messages_and_the_
     part = ActorSpec(role, lambda context: Executor(context, broken, address))
     async with asyncio.timeout(60), System([part], on_failure=told.put_nowait):
         assert await told.get() == LOADING
-        assert await told.get() == ExecutorFailed("no weights", "executor")
+        assert await told.get() == ExecutorFailed("no weights")
 
     device = FailingDevice(20, 4, lambda step: step.epoch == 0)  # type: ignore[attr-defined]
     part = ActorSpec(role, lambda context: Executor(context, lambda: device, address))

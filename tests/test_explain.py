@@ -162,7 +162,7 @@ def test_it_expires_and_says_of_what() -> None:
 def test_a_life_of_many_preemptions_is_cut_at_its_beginning_and_says_nothing_wrong() -> None:
     core = Core(0, device=WatchedDevice(100, 4))
     scheduler, request = scheduler_of(core), Tracked(0, scheduler_admit(0))
-    chronicle = scheduler._work.chronicle
+    chronicle = scheduler._state._timeline
     chronicle.obstacle("the first", 1.0)
     chronicle.obstacle("", 2.0)
     for turn in range(EVENTS_MAX):
@@ -181,7 +181,7 @@ def scheduler_admit(request_id: int, priority: int = 0) -> Admit:
 
 def test_memory_is_bounded_after_3000_requests() -> None:
     core = Core(0, device=WatchedDevice(1 + 8, 4), running_max=3, token_budget=16)
-    chronicle = scheduler_of(core)._work.chronicle
+    chronicle = scheduler_of(core)._state._timeline
 
     for request_id in range(3000):
         core.admit(request_id, [request_id % 7] * (1 + request_id % 9), Sampling(max_tokens=1 + request_id % 3))
@@ -255,7 +255,7 @@ def test_rule_liveness_a_cache_that_refuses_for_ever(
     """Only whoever is refused fails, even where another has come to the head of the queue meanwhile."""
     for seed in range(20):
         core = Core(seed, device=WatchedDevice(100, 4), running_max=3, policy=policy(name))
-        step_until(core, lambda core=core: scheduler_of(core)._work.pool and not core.stage._queues["cache"])
+        step_until(core, lambda core=core: scheduler_of(core)._state.pool and not core.stage._queues["cache"])
         tables = tables_of(core)
         sound = tables.admit
 
@@ -281,13 +281,13 @@ def test_rule_liveness_whoever_was_refused_fails_and_not_who_came_in_front_of_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     core = Core(0, device=WatchedDevice(100, 4), policy=policy("priority"))
-    step_until(core, lambda: scheduler_of(core)._work.pool and not core.stage._queues["cache"])
+    step_until(core, lambda: scheduler_of(core)._state.pool and not core.stage._queues["cache"])
     tables = tables_of(core)
     sound = tables.admit
     monkeypatch.setattr(tables, "admit", lambda admission: sound(admission) if admission.request_id else None)
     scheduler = scheduler_of(core)
     scheduler.handle(scheduler_admit(0))
-    assert scheduler._work.reservation.courted == {0}
+    assert scheduler._state._block_requests.courted == {0}
     scheduler.handle(scheduler_admit(1, priority=9))
     run_to_rest(core)
     assert core.ends()[0].reason is FinishReason.FAILED and "does not fit the block pool" in core.ends()[0].error
@@ -296,7 +296,7 @@ def test_rule_liveness_whoever_was_refused_fails_and_not_who_came_in_front_of_it
 
 def test_rule_liveness_a_cache_that_sets_everybody_aside_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Core(0, device=WatchedDevice(100, 4), running_max=3)
-    step_until(core, lambda: scheduler_of(core)._work.pool and not core.stage._queues["cache"])
+    step_until(core, lambda: scheduler_of(core)._state.pool and not core.stage._queues["cache"])
     monkeypatch.setattr(tables_of(core), "is_being_computed", lambda admission: True)
     for request_id in range(5):
         core.admit(request_id, [request_id, 1], Sampling(max_tokens=4))

@@ -560,7 +560,7 @@ def test_under_priority_nobody_starves() -> None:
     while is_live(core, 0):
         assert core.stage.step() and following < 2_000
         check(core)
-        if len(scheduler_of(core)._work.waiting) < 3:
+        if len(scheduler_of(core)._state._queue) < 3:
             core.admit(following, [9, following], Sampling(max_tokens=2), service=Service(priority=2))
             following += 1
     assert following > 20, "it was made to wait"
@@ -675,9 +675,9 @@ def test_the_policy_changes_while_a_hundred_wait_and_some_run(seed: int) -> None
         step_until(core, lambda finished=finished: core.figures().finished >= finished + 10)
         core.scheduler.tell(change)
     scheduler = scheduler_of(core)
-    step_until(core, lambda: scheduler._work.waiting._policy.rank(tracked(0, Service(priority=1))) == (-1e6, 0))
+    step_until(core, lambda: scheduler._state._queue._policy.rank(tracked(0, Service(priority=1))) == (-1e6, 0))
     # Whoever had been chosen by then, the rest follow by priority alone.
-    begun = set(device.order()) | set(scheduler._work.running) | set(scheduler._work.reservation.courted)
+    begun = set(device.order()) | set(scheduler._state.running) | set(scheduler._state._block_requests.courted)
     finish(core)
     rest = [request_id for request_id in device.order() if request_id not in begun]
     assert len(rest) > 30
@@ -715,7 +715,7 @@ def test_fair_one_that_comes_takes_a_place_of_whoever_holds_all(
     step_until(core, lambda: any(len(tokens) > 9 for tokens in core.outputs().values()))
     core.admit(100, [50] * 8, Sampling(max_tokens=4), service=Service("short"))
     step_until(core, lambda: is_live(core, 100))
-    scheduler_of(core)._work.waiting.charge(tracked(0, Service("short")), lead)
+    scheduler_of(core)._state._queue.charge(tracked(0, Service("short")), lead)
     step_until(core, lambda: 100 in core.ends(), steps_max=2_000)
     assert not any(i in core.ends() for i in range(8))
     assert 1 <= len(preempted_for_a_share(core, range(8))) <= 2
@@ -741,7 +741,7 @@ def test_fair_what_is_computed_again_is_not_charged_again(seed: int) -> None:
     usages = [end.usage for end in core.ends().values()]
     input_tokens = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
     output_tokens = sum(usage.output_tokens for usage in usages)
-    charged = scheduler_of(core)._work.waiting._counters["a"]
+    charged = scheduler_of(core)._state._queue._counters["a"]
     assert charged == INPUT_TOKEN_COST * input_tokens + OUTPUT_TOKEN_COST * output_tokens
 
 

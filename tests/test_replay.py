@@ -19,7 +19,7 @@ from cuelight.actors.executor.actor import Executor
 from cuelight.actors.intake.actor import Intake
 from cuelight.actors.scheduler.actor import Scheduler
 from cuelight.actors.scheduler.tracked import Tracked
-from cuelight.actors.scheduler.workload import Workload
+from cuelight.actors.scheduler.workload import SchedulerState
 from cuelight.config import EngineConfig, EngineOptions, ModelFacts
 from cuelight.kernel import (
     OWN,
@@ -716,15 +716,15 @@ def test_a_scheduler_that_plans_otherwise_differs_at_the_message_it_planned_at(
     served: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     preempting = []
-    preempt = Workload.preempt
+    preempt = SchedulerState.preempt
 
-    def remember(self: Workload, request: Tracked, why: str) -> None:
+    def remember(self: SchedulerState, request: Tracked, why: str) -> None:
         preempting.append(request.request_id)
         preempt(self, request, why)
         if len(preempting) == 3:
             request.preemptions += 1
 
-    monkeypatch.setattr(Workload, "preempt", remember)
+    monkeypatch.setattr(SchedulerState, "preempt", remember)
     assert replay_engine(str(served), "scheduler") == 1
     out = capsys.readouterr().out
     lines = dict(line.split(": ", 1) for line in out.splitlines()[1:])

@@ -107,7 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @property
     def running(self) -> list[Tracked]:
-        return list(scheduler_of(self.core)._work.running.values())
+        return list(scheduler_of(self.core)._state.running.values())
 
     @rule(prompt=prompts(), sampling=samplings, service=services, count=st.sampled_from([1, 2, 4]))
     def arrive(self, prompt: list[int], sampling: Sampling, service: Service, count: int) -> None:
@@ -183,7 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.core.scheduler.tell(policy("fcfs"))
         finish(self.core, steps_max=20_000)
-        assert not scheduler_of(self.core)._work.door.deferred
+        assert not scheduler_of(self.core)._state._gate.deferred
         assert self.core.ends().keys() == self.asked.keys(), "everybody ends, nobody starves"
         for request_id, asked in self.asked.items():
             self._compare(request_id, asked)

@@ -115,8 +115,8 @@ def test_an_answer_to_a_question_that_is_void_is_not_taken() -> None:
     core = Core(0, device=StubDevice(60, 4))
     finish(core)
     admit_all(core, 1)
-    work = scheduler_of(core)._work
-    step_until(core, lambda: work.reservation.asked is not None)
+    state = scheduler_of(core)._state
+    step_until(core, lambda: state._block_requests.asked is not None)
     core.lose_cache()
     step_until(core, lambda: len(core.stage._queues["scheduler"]) == 0)
     scheduler_of(core).handle(Granted(0, (), (RequestId(0),)))
@@ -129,13 +129,13 @@ def test_nothing_is_planned_until_there_is_another_executor() -> None:
     core = Core(0, device=StubDevice(60, 4))
     admit_all(core, 3)
     step_until(core, lambda: running(core) == 3)
-    work = scheduler_of(core)._work
+    state = scheduler_of(core)._state
     core.lose_executor("a driver bug")
-    step_until(core, lambda: work.pool is None)
-    assert (running(core), len(work.flights), work.reservation.asked) == (0, 0, None)
-    before = work.flights._epoch
+    step_until(core, lambda: state.pool is None)
+    assert (running(core), len(state._steps), state._block_requests.asked) == (0, 0, None)
+    before = state._steps._epoch
     finish(core)
-    assert work.flights._epoch == before
+    assert state._steps._epoch == before
     check_outputs(core, 3)
 
 
@@ -230,7 +230,7 @@ def test_an_executor_that_hangs_is_killed() -> None:
     core = Core(0, device=StubDevice(60, 4), kill_executor=kills.append)
     finish(core)
     admit_all(core, 2, max_tokens=40)
-    step_until(core, lambda: len(core.outputs().get(1, ())) > 5 and len(scheduler_of(core)._work.flights) > 0)
+    step_until(core, lambda: len(core.outputs().get(1, ())) > 5 and len(scheduler_of(core)._state._steps) > 0)
     core.stage.drop("executor device")
     core.stage.drop("executor prepare")
     core.executor.actor = type("Deaf", (), {"handle": lambda *_: None})()
@@ -327,7 +327,7 @@ def test_an_executor_is_announced_once() -> None:
         handle(message)
 
     core.cache.actor.handle = watched  # type: ignore[method-assign]
-    ready = scheduler_of(core)._work.pool
+    ready = scheduler_of(core)._state.pool
     assert ready is not None
     core.scheduler.tell(ready)
     finish(core)
@@ -353,7 +353,7 @@ class New:
     def __init__(self) -> None:
         self.core = Core(0, device=StubDevice(60, 4))
         scheduler = scheduler_of(self.core)
-        scheduler._work.is_open = False
+        scheduler._state._is_open = False
         self.life = scheduler._life
 
     def remember(self, *admitted: Admit, aborted: tuple[int, ...] = (), **histories: tuple[int, ...]) -> None:
@@ -433,7 +433,7 @@ def test_what_has_output_comes_first() -> None:
     new = New()
     new.remember(admit_message(1, max_tokens=9), admit_message(2, max_tokens=9), _2=(500,))
     while new.core.stage.step():
-        waiting = scheduler_of(new.core)._work.waiting
+        waiting = scheduler_of(new.core)._state._queue
         if len(waiting) == 2:
             assert [each.request_id for each in waiting.head(2)] == [2, 1]
             break
@@ -516,9 +516,9 @@ def test_one_that_comes_again_has_nothing_of_what_was_asked_for_before(
     """An id that was over and is admitted anew, while blocks, or a token, for its first time are under way."""
     core = Silent().core
     finish(core)
-    work = scheduler_of(core)._work
+    state = scheduler_of(core)._state
     core.scheduler.tell(admit_message(1, max_tokens=30))
-    step_until(core, lambda: work.reservation.asked is not None and (running(core) == 0) is is_waiting)
+    step_until(core, lambda: state._block_requests.asked is not None and (running(core) == 0) is is_waiting)
     scheduler_of(core).handle(Abort(RequestId(1)))
     scheduler_of(core).handle(Closed((RequestId(1),)))
     core.detokenizer.take()
@@ -531,7 +531,7 @@ def test_one_that_comes_again_has_nothing_of_what_was_asked_for_before(
 def test_a_token_of_one_that_is_over_is_not_given_to_who_came_since() -> None:
     core = Silent().core
     core.scheduler.tell(admit_message(1, max_tokens=30))
-    step_until(core, lambda: len(core.outputs().get(1, ())) == 3 and len(scheduler_of(core)._work.flights) > 0)
+    step_until(core, lambda: len(core.outputs().get(1, ())) == 3 and len(scheduler_of(core)._state._steps) > 0)
     scheduler_of(core).handle(Abort(RequestId(1)))
     scheduler_of(core).handle(Closed((RequestId(1),)))
     core.detokenizer.take()
@@ -630,7 +630,7 @@ def test_copies_of_steps_that_nobody_has_answered_may_not_have_been_made() -> No
     core.stage.drop("executor device")
     core.executor.actor = Deaf()
     core.admit(7, list(range(700, 740)), Sampling(max_tokens=2))
-    step_until(core, lambda: core.blocks().blocks_saved > 0 and len(scheduler_of(core)._work.flights) > 0)
+    step_until(core, lambda: core.blocks().blocks_saved > 0 and len(scheduler_of(core)._state._steps) > 0)
     assert core.blocks().host_blocks_used > 0
     core.lose_executor("it was killed", lasting(), *KILLED)  # where nothing has been saved
     step_until(core, lambda: not core.blocks().host_blocks_used)

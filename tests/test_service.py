@@ -291,15 +291,16 @@ def test_a_deadline_ends_a_request_in_any_state(state: str, seed: int) -> None:
         core.admit(request_id, prompt, sampling, service=Service(deadline_seconds=50.0 if request_id == 2 else None))
     scheduler = scheduler_of(core)
     step_until(core, lambda: is_live(core, 2))
-    victim = scheduler._work.requests[RequestId(2)]
+    victim = scheduler._state.requests[RequestId(2)]
     reached: dict[str, Callable[[], bool]] = {
         "waiting": lambda: not victim.running,
         "running": lambda: victim.running,
         "in flight": lambda: victim.pending > 0,
         "preempted": lambda: victim.preemptions > 0 and not victim.running,
-        "set aside": lambda: victim in scheduler._work.door.deferred,
+        "set aside": lambda: victim in scheduler._state._gate.deferred,
         "asked for": lambda: (
-            victim.request_id in scheduler._work.reservation.courted and scheduler._work.reservation.asked is not None
+            victim.request_id in scheduler._state._block_requests.courted
+            and scheduler._state._block_requests.asked is not None
         ),
     }
     step_until(core, reached[state])

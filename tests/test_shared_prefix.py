@@ -191,7 +191,7 @@ def test_who_is_set_aside_is_tried_twice_and_not_at_every_chunk(monkeypatch: pyt
     core = Core(1, device=WatchedDevice(400, 4), token_budget=8, running_max=16, long_prefill_tokens=4)
     prefix = list(range(2000, 2200))
     asked: list[int] = []
-    step_until(core, lambda: scheduler_of(core)._work.pool and not core.stage._queues["cache"])
+    step_until(core, lambda: scheduler_of(core)._state.pool and not core.stage._queues["cache"])
     tables = tables_of(core)
     sound = tables.is_being_computed
 
@@ -212,7 +212,7 @@ def test_more_than_can_be_set_aside_still_all_end() -> None:
         if not core.stage.step():
             break
     outputs_are_right(core, range(DEFERRED_MAX + 100), Sampling(max_tokens=1))
-    assert not scheduler_of(core)._work.door.deferred
+    assert not scheduler_of(core)._state._gate.deferred
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -248,7 +248,7 @@ def test_the_same_prompt_many_times_is_computed_once_but_for_its_last_block() ->
         core.admit(request_id, PREFIX, Sampling(max_tokens=1))
     finish(core)
     assert device.computed() == 40 + 9 * 4, "one token at least is left to compute, so the last block is"
-    assert not scheduler_of(core)._work.door.deferred
+    assert not scheduler_of(core)._state._gate.deferred
 
 
 @pytest.mark.parametrize(("shared", "like", "enough"), [(9, None, 8), (39, None, 36), (40, 0, 39)])
@@ -258,9 +258,9 @@ def test_nobody_waits_for_tokens_that_it_cannot_share(shared: int, like: int | N
     core.admit(0, PREFIX if like == 0 else [*PREFIX[: enough + 1], 0], Sampling(max_tokens=4))
     core.admit(1, PREFIX if like == 0 else [*PREFIX[:shared], 1, 2], Sampling(max_tokens=4), like=like)
     scheduler = scheduler_of(core)
-    step_until(core, lambda: scheduler._work.door.deferred)
-    leader = scheduler._work.running[RequestId(0)]
+    step_until(core, lambda: scheduler._state._gate.deferred)
+    leader = scheduler._state.running[RequestId(0)]
     step_until(core, lambda: leader.computed >= enough)
-    assert leader.computed == enough < leader.prefill_tokens and not scheduler._work.door.deferred
+    assert leader.computed == enough < leader.prefill_tokens and not scheduler._state._gate.deferred
     finish(core)
     assert core.ends()[1].usage.cached_tokens >= enough

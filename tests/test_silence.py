@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 
 import pytest
 from scheduling import WatchedDevice, explained, finish, scheduler_of
 from support import Core, Stage
 
-from cuelight.actors.scheduler.patience import FACTOR, PATIENCE_SECONDS, RECENT_ANSWERS, Patience
+from cuelight.actors.scheduler.patience import FACTOR, PATIENCE_SECONDS, RECENT_ANSWERS, Patience, Watchdogs
 from cuelight.kernel import Timer
 from cuelight.messages.cache import CacheMessage, Reserve
 from cuelight.messages.executor import ExecutorMessage
@@ -72,7 +73,7 @@ def test_nobody_is_awaited_at_rest() -> None:
     core.admit(0, [1, 2, 3], Sampling(max_tokens=4))
     finish(core)
     assert core.stage.clock.seconds < PATIENCE_SECONDS
-    assert all(patience._timer is None for patience in scheduler_of(core)._work.doubts.values())
+    assert all(getattr(scheduler_of(core)._watchdogs, each.name)._timer is None for each in fields(Watchdogs))
 
 
 def test_a_step_that_failed_is_not_waited_for() -> None:

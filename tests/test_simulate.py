@@ -23,7 +23,7 @@ from cuelight.actors.intake.ledger import Ledger
 from cuelight.actors.scheduler import blame
 from cuelight.actors.scheduler.endings import Endings
 from cuelight.actors.scheduler.flights import Flights
-from cuelight.actors.scheduler.next_step import NextStep
+from cuelight.actors.scheduler.next_step import StepLoop
 from cuelight.client import Inbox
 from cuelight.messages.cache import Filled, Reset
 from cuelight.messages.client import Chunk
@@ -145,10 +145,10 @@ def _asserts(monkeypatch: pytest.MonkeyPatch) -> None:
 def _breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler crashes, and no fault was drawn."""
 
-    def planned(self: NextStep, **_: object) -> None:
+    def planned(self: StepLoop, **_: object) -> None:
         raise KeyError("a mistake")
 
-    monkeypatch.setattr(NextStep, "plan", planned)
+    monkeypatch.setattr(StepLoop, "plan", planned)
 
 
 def _forgets_streams(monkeypatch: pytest.MonkeyPatch) -> None:

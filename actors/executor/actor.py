@@ -15,7 +15,7 @@ from cuelight.actors.executor.phases import Phases
 from cuelight.kernel import Actor, Context, Worker, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.executor import ExecuteStep, ExecutorMessage, GetExecutorState
-from cuelight.messages.request import HostTier
+from cuelight.messages.request import FIRST_EXECUTOR, ExecutorId, HostTier
 from cuelight.messages.scheduler import ExecutorFailed, ExecutorLoading, ExecutorReady, StepDone, StepFailed
 
 B = TypeVar("B")
@@ -95,14 +95,15 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         context: Context[ExecutorInbox],
         load: Callable[[], Device[B]],
         scheduler: Address[ExecutorLoading | ExecutorReady | ExecutorFailed],
+        executor_id: ExecutorId = FIRST_EXECUTOR,
     ) -> None:
         self._load = load
         self._scheduler = scheduler
-        self._name = context.ref.name
+        self._id = executor_id
         self._clock = context.clock
         self._life = context.chance.getrandbits(32)
         self._began = 0.0
-        self._state: ExecutorLoading | ExecutorReady | ExecutorFailed = ExecutorLoading("loading the model", self._name)
+        self._state: ExecutorLoading | ExecutorReady | ExecutorFailed = ExecutorLoading("loading the model", self._id)
         self._preparing: Worker[ExecutorInbox] = context.worker("prepare")
         self._running: Worker[ExecutorInbox] = context.worker("device")
         self._reading: Worker[ExecutorInbox] = context.worker("read")
@@ -143,14 +144,14 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
                 raise DeviceLost(error)
             case _PhaseBegun(name):
                 if isinstance(self._state, ExecutorLoading):  # the device's own thread may have been faster
-                    self._state = ExecutorLoading(f"loading the model: {name}", self._name)
+                    self._state = ExecutorLoading(f"loading the model: {name}", self._id)
                     self._scheduler.tell(self._state)
             case _Loaded(block_count, block_size, host, phases):
                 seconds = self._clock.now() - self._began
-                self._state = ExecutorReady(block_count, block_size, host, self._life, seconds, self._name, phases)
+                self._state = ExecutorReady(block_count, block_size, host, self._life, seconds, self._id, phases)
                 self._scheduler.tell(self._state)
             case _LoadFailed(error):
-                self._state = ExecutorFailed(error, self._name)
+                self._state = ExecutorFailed(error, self._id)
                 self._scheduler.tell(self._state)
             case GetExecutorState(reply_to):
                 reply_to.tell(self._state)

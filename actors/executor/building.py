@@ -12,6 +12,7 @@ from cuelight.actors.executor.device import Device
 from cuelight.actors.executor.lasting import Claim, LastingMemory
 from cuelight.actors.executor.phases import phases_of_start
 from cuelight.kernel import Context, Role
+from cuelight.messages.request import ExecutorId
 from cuelight.messages.scheduler import SchedulerMessage
 
 if TYPE_CHECKING:
@@ -25,13 +26,15 @@ def build_executor(
     load: Callable[..., Device[B]],
     lasting: LastingMemory | None,
     scheduler: Role[SchedulerMessage],
+    executor_id: ExecutorId,
     context: Context[ExecutorInbox],
 ) -> Executor[B]:
     """The executor of this life, whose device `load` gives, from its claim on `lasting` memory if there is some.
 
     With `load` bound to a function of a module, picklable.
     """
-    return Executor(context, load if lasting is None else partial(load, lasting.claim()), context.find(scheduler))
+    load = load if lasting is None else partial(load, lasting.claim())
+    return Executor(context, load, context.find(scheduler), executor_id)
 
 
 def load_model(options: LoadOptions, lasting: Claim | None = None) -> Device[Batch]:

@@ -1,24 +1,26 @@
 """The scheduler: every request's life, and what each step computes. Knows tokens; not blocks, text or tensors.
 
-The work itself is in `workload.py`, its next step in `next_step.py`; what follows when a neighbour dies, in
-`succession.py`.
+The state is in `workload.py`, the step loop in `next_step.py`; what follows when a neighbour dies, in `succession.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never
 
 import msgspec
 
-from cuelight.actors.scheduler.next_step import NextStep
-from cuelight.actors.scheduler.outbox import Neighbours
+from cuelight.actors.scheduler.endings import Endings
+from cuelight.actors.scheduler.flights import Flights
+from cuelight.actors.scheduler.next_step import StepLoop
+from cuelight.actors.scheduler.outbox import Neighbours, Outbox
+from cuelight.actors.scheduler.patience import EXECUTOR, REPORT, START, build_watchdogs
 from cuelight.actors.scheduler.planning import Limits
-from cuelight.actors.scheduler.policy import policy_of
 from cuelight.actors.scheduler.recovery import Recovery
-from cuelight.actors.scheduler.succession import Succession
-from cuelight.actors.scheduler.workload import DEADLINES, EXECUTOR, REPORT, START, Workload
+from cuelight.actors.scheduler.reservation import Reservation
+from cuelight.actors.scheduler.succession import ExecutorManager
+from cuelight.actors.scheduler.workload import SchedulerState
 from cuelight.kernel import Actor, Context, Terminated, Timer, get_logger
 from cuelight.messages import detokenizer, intake
 from cuelight.messages.request import FailureCause, FinishReason
@@ -43,6 +45,8 @@ from cuelight.messages.scheduler import (
     StopMatched,
     Switch,
 )
+
+DEADLINES: Final = "deadlines"
 
 log = get_logger("cuelight.scheduler")
 
@@ -80,34 +84,49 @@ class Scheduler(Actor[SchedulerInbox]):
         self._detokenizer = neighbours.detokenizer
         self._intake = neighbours.intake
         self._recovery = Recovery(neighbours, limits.restarts_max)
-        self._work = Workload(
-            context, limits, eos_token_ids, neighbours, policy, partial(_waking, context), self._recovery.advanced
+        self._ends = Endings()
+        self._outbox = Outbox(neighbours, self._ends)
+        wake_after = partial(_waking, context)
+        can_kill = neighbours.kill_executor is not None
+        self._watchdogs = build_watchdogs(wake_after, limits.step_timeout_seconds, can_kill=can_kill)
+        # No answer to an earlier life's steps and questions is taken for one to this life's.
+        first_epoch, first_round = context.chance.getrandbits(48), context.chance.getrandbits(48)
+        in_flight = Flights(
+            neighbours.executor, context.ref, limits.steps_in_flight, first_epoch, self._watchdogs.executor, self._now
         )
-        self._next = NextStep(self._work)
-        self._executors = Succession(context, self._work, self._recovery, neighbours, context_length)
+        block_requests = Reservation(neighbours.cache, context.ref, first_round, self._watchdogs.cache, self._now)
+        self._state = SchedulerState(
+            limits, eos_token_ids, policy, self._outbox, in_flight, block_requests, wake_after(DEADLINES), self._now
+        )
+        self._steps = StepLoop(
+            self._state, in_flight, block_requests, self._outbox, neighbours.cache, self._recovery.advanced, self._now
+        )
+        self._executors = ExecutorManager(
+            context, self._state, self._steps, self._watchdogs, self._recovery, neighbours, context_length
+        )
         self._early: list[Early] = []
         """What has come before it has heard what it must remember, and comes on top of that."""
 
     @property
     def request_count(self) -> int:
         """Requests that it still knows of."""
-        return len(self._work.requests) + len(self._work.endings)
+        return len(self._state.requests) + len(self._ends)
 
     def started(self) -> None:
         self._intake.tell(intake.SchedulerStarted(self._life))
         self._executors.begin()
 
     def handle(self, message: SchedulerInbox) -> None:
-        if not self._work.is_open and isinstance(message, Early):
+        if not self._state.is_open and isinstance(message, Early):
             self._early.append(message)
             return
         match message:
             case StepDone():
-                self._work.step_done(message)
+                self._steps.step_done(message)
             case Granted():
-                self._next.granted(message)
+                self._steps.granted(message)
             case StepFailed():
-                self._work.step_failed(message)
+                self._steps.step_failed(message)
             case _Wake(what):
                 self._wake(what)
             case Admit() | Abort() | FailRequest() | StopMatched() | Explain() | SetPolicy():
@@ -118,12 +137,28 @@ class Scheduler(Actor[SchedulerInbox]):
                 self._hear_of_memory(message)
             case _:
                 assert_never(message)
-        self._work.outbox.announce()
+        if self._early and self._state.is_open:
+            self._handle_early()
+        self._advance()
+
+    def _handle_early(self) -> None:
+        """Handle what came before `RestoreState`, in order."""
+        early, self._early = self._early, []
+        for message in early:
+            if isinstance(message, GetHistories | Closed):
+                self._hear_of_memory(message)
+            else:
+                self._hear_of_requests(message)
+            self._advance()
+
+    def _advance(self) -> None:
+        """Send what has ended, take over with another executor, plan the next step and publish the figures."""
+        self._outbox.announce()
         self._executors.let_take_over()
-        self._next.plan(admit=True)
-        self._next.see_that_something_moves()
-        self._work.publish()
-        if self._work.is_serving and not self._work.requests:
+        self._steps.plan(admit=True)
+        self._steps.end_what_is_stuck()
+        self._state.publish()
+        if self._state.is_serving and not self._state.requests:
             self._recovery.settle(self._now())
 
     def _hear_of_requests(self, message: Admit | Abort | FailRequest | StopMatched | Explain | SetPolicy) -> None:
@@ -131,16 +166,15 @@ class Scheduler(Actor[SchedulerInbox]):
             case Admit():
                 self._admit(message)
             case Abort(request_id):
-                self._work.end_if_live(request_id, FinishReason.CANCELLED)
+                self._state.end_if_live(request_id, FinishReason.CANCELLED)
             case FailRequest(request_id, error):
-                self._work.end_if_live(request_id, FinishReason.FAILED, error, FailureCause.ACTOR_CRASHES)
+                self._state.end_if_live(request_id, FinishReason.FAILED, error, FailureCause.ACTOR_CRASHES)
             case StopMatched():
-                self._work.stop_matched(message)
+                self._state.stop_matched(message)
             case Explain(request_id, reply_to):
-                reply_to.tell(self._work.explain(request_id))
+                reply_to.tell(self._state.explain(request_id))
             case SetPolicy():
-                self._work.waiting.reorder(policy_of(message))
-                self._work.door.reopen(None)
+                self._state.set_policy(message)
             case _:
                 assert_never(message)
 
@@ -149,11 +183,11 @@ class Scheduler(Actor[SchedulerInbox]):
         match message:
             case IntakeStarted():
                 self._executors.serve()
-                if not self._work.is_open:
+                if not self._state.is_open:
                     self._intake.tell(intake.SchedulerStarted(self._life))
             case GetHistories():
-                live = [(each.request_id, each.output) for each in self._work.requests.values() if each.output_tokens]
-                self._detokenizer.tell(detokenizer.Histories(tuple(live), self._work.endings.all()))
+                live = [(each.request_id, each.output) for each in self._state.requests.values() if each.output_tokens]
+                self._detokenizer.tell(detokenizer.Histories(tuple(live), self._ends.all()))
             case Closed():
                 self._close(message)
             case RestoreState():
@@ -163,9 +197,9 @@ class Scheduler(Actor[SchedulerInbox]):
 
     def _remember(self, message: RestoreState) -> None:
         """Begin where the scheduler before was; harmless later, and what one before was to remember is of no use."""
-        if self._work.is_open or message.life != self._life:
+        if self._state.is_open or message.life != self._life:
             return
-        self._work.is_open = True
+        self._state.open()
         if message.has_served:
             self._recovery.lost("the scheduler was lost", self._now())
         if message.policy is not None:
@@ -178,41 +212,37 @@ class Scheduler(Actor[SchedulerInbox]):
                 self._admit(msgspec.structs.replace(admit, output=output))
             except Exception as error:  # one that is too much for us must not take the others with it, every time
                 log.error("forgotten", request_id=admit.request_id, exc_info=error)
-                self._work.outbox.fail(admit, f"the scheduler cannot go on with this request: {error!r}")
+                self._outbox.fail(admit, f"the scheduler cannot go on with this request: {error!r}")
         for request_id in message.aborted:
-            self._work.end_if_live(request_id, FinishReason.CANCELLED)
-        early, self._early = self._early, []
-        for each in early:
-            self.handle(each)
+            self._state.end_if_live(request_id, FinishReason.CANCELLED)
 
     def _close(self, closed: Closed) -> None:
         """Nobody listens to these any more; where one lives, it was an earlier scheduler that said its end."""
         if closed.is_ended:
             for request_id in closed.request_ids:
-                self._work.end_if_live(request_id, FinishReason.CANCELLED)
-            self._work.outbox.announce()
-        self._work.endings.close(closed.request_ids)
+                self._state.end_if_live(request_id, FinishReason.CANCELLED)
+            self._outbox.announce()
+        self._ends.close(closed.request_ids)
 
     def _admit(self, admit: Admit) -> None:
-        if (request := self._work.join(admit)) is not None:
-            self._executors.fit(request)
-        if request is not None and admit.request_id in self._work.requests:
-            self._work.end_if_complete(request)
+        if (request := self._state.join(admit)) is None:
+            return
+        self._executors.fit(request)
+        if not request.is_over:
+            self._state.end_if_complete(request)
 
     def _wake(self, what: str) -> None:
         now = self._now()
         if what == DEADLINES:
-            for late in self._work.deadlines.due(now):
-                self._work.expire(late)
+            self._state.expire(now)
         else:
             self._look_after(what, now)
 
     def _look_after(self, neighbour: str, now: float) -> None:
         """A neighbour that does not answer is replaced, if it can be; and whoever asks is to know why they wait."""
-        if (silence := self._work.doubts[neighbour].silence(now)) is not None:
+        if (silence := self._watchdogs.named(neighbour).silence(now)) is not None:
             reason = f"the {neighbour} has not answered for {round(silence, 1):g} s"
-            log.error("stalled", reason=reason, running=len(self._work.running), waiting=len(self._work.waiting))
-            self._work.chronicle.obstacle(reason, now)
+            self._state.note_silence(reason)
             if neighbour in (EXECUTOR, REPORT, START):
                 self._recovery.kill(reason)
 

@@ -1,4 +1,4 @@
-"""How many tokens a step may have: fewer once the device ran out of memory, and by and by as many as before."""
+"""The token budget of a step: halved when the device runs out of memory, and restored by and by."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from typing import Final
 from cuelight.kernel import get_logger
 
 STEPS_BEFORE_GROWTH: Final = 256
-"""After so many steps that fitted, twice as many tokens are tried: what else took the memory may be gone."""
+"""Steps that must fit before the budget is doubled: the memory that another program took may be free again."""
 
 log = get_logger("cuelight.scheduler")
 
 
-class Allowance:
-    """The token budget of the steps to come."""
+class AdaptiveTokenBudget:
+    """The only owner of the token budget: `tokens` is that of the next step, `most` is the configured one."""
 
-    def __init__(self, token_budget: int) -> None:
-        self._most = token_budget
-        self.token_budget = token_budget
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.tokens = most
         self._fitted = 0
 
-    def exceeded(self, token_count: int) -> bool:
-        """A step of so many tokens did not fit: from now on half of it at most. False where none can be smaller."""
+    def shrink(self, token_count: int) -> bool:
+        """Halve the budget after a step of `token_count` tokens ran out of memory; False where one token did."""
         if token_count <= 1:
             return False
-        self.token_budget = token_count // 2
+        self.tokens = token_count // 2
         self._fitted = 0
-        log.warning("out_of_memory", token_count=token_count, token_budget=self.token_budget)
+        log.warning("out_of_memory", token_count=token_count, token_budget=self.tokens)
         return True
 
-    def fitted(self) -> bool:
-        """A step was done. Whether there may be more tokens now."""
-        if self.token_budget == self._most:
+    def step_fitted(self) -> bool:
+        """Count a finished step. Return whether the budget has grown."""
+        if self.tokens == self.most:
             return False
         self._fitted += 1
         if self._fitted < STEPS_BEFORE_GROWTH:
             return False
-        self.token_budget, self._fitted = min(self._most, 2 * self.token_budget), 0
+        self.tokens, self._fitted = min(self.most, 2 * self.tokens), 0
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from cuelight.actors.scheduler.allowance import AdaptiveTokenBudget
 from cuelight.actors.scheduler.deferred import DEFERRED_MAX, Deferred
 from cuelight.actors.scheduler.planning import Limits
 from cuelight.actors.scheduler.queue import Queue
@@ -13,9 +14,9 @@ from cuelight.actors.scheduler.tracked import Tracked
 class Door:
     """Between those that wait and those that run."""
 
-    def __init__(self, limits: Limits, waiting: Queue) -> None:
+    def __init__(self, limits: Limits, budget: AdaptiveTokenBudget, waiting: Queue) -> None:
         self._limits = limits
-        self.allow(limits.token_budget)
+        self._budget = budget
         self._waiting = waiting
         self.deferred = Deferred()
         # What is free does not suffice for this one. It shuts the door for as long as it is the next in line.
@@ -26,9 +27,10 @@ class Door:
         self.holds_newcomers = False
         """Whether only those may come in that have been in before."""
 
-    def allow(self, token_budget: int) -> None:
-        """Steps have so many tokens. A decode takes one: more running requests than that could never all go on."""
-        self.running_max = min(self._limits.running_max, token_budget)
+    @property
+    def running_max(self) -> int:
+        """The most requests that may run now. A decode takes a token: more than a step has could never all go on."""
+        return min(self._limits.running_max, self._budget.tokens)
 
     def refused(self, request: Tracked | None) -> None:
         """What is free does not suffice for this one; None where it did for all that were tried."""
@@ -61,11 +63,11 @@ class Door:
             return f"{DEFERRED_MAX} requests wait for prefixes that are being computed"
         return None
 
-    def obstacle(self, running: Collection[Tracked], token_budget: int, now: float) -> str | None:
+    def obstacle(self, running: Collection[Tracked], tokens_left: int, now: float) -> str | None:
         """What keeps everybody out of the next step, which has so many tokens left."""
         if (closed := self.closed(running, now)) is not None:
             return closed
-        return None if token_budget > 0 else "the requests that run use the whole token budget"
+        return None if tokens_left > 0 else "the requests that run use the whole token budget"
 
     def usurpation(
         self, running: Collection[Tracked], token_capacity: int, now: float

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+from cuelight.actors.scheduler.patience import Patience
 from cuelight.actors.scheduler.planning import Planned
 from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.kernel import get_logger
@@ -17,7 +18,10 @@ log = get_logger("cuelight.scheduler")
 
 
 class Flights:
-    """Steps that were sent and not answered, oldest first. An epoch ends when one of its steps fails."""
+    """Steps that were sent and not answered, oldest first. An epoch ends when one of its steps fails.
+
+    `watchdog` runs while there are any.
+    """
 
     def __init__(
         self,
@@ -25,13 +29,17 @@ class Flights:
         reply_to: Address[StepDone | StepFailed],
         steps_max: int,
         first_epoch: int,
+        watchdog: Patience,
+        now: Callable[[], float],
     ) -> None:
         self._to = to
         self._reply_to = reply_to
         self._steps_max = steps_max
         self._plans: deque[tuple[int, list[Planned], int]] = deque()
         self._epoch = first_epoch
-        self.life = 0
+        self._watchdog = watchdog
+        self._now = now
+        self._life = 0
         """Of the executor that is meant by the steps."""
         self.step = 0
         """The number of the step that was sent last."""
@@ -48,8 +56,17 @@ class Flights:
         return (plan for _, plan, _ in self._plans)
 
     def send_to(self, to: Address[executor.ExecutorMessage]) -> None:
-        """The next steps are another executor's, which knows of no row."""
+        """Send the next steps to another executor, which has no rows."""
         self._to = to
+
+    def begin_life(self, life: int, load_seconds: float) -> None:
+        """Mean this life of the executor by the next steps: it took `load_seconds` to load, and has done no step."""
+        self._life = life
+        self._watchdog.begin_again(load_seconds)
+
+    def end_life(self) -> None:
+        """Expect nothing from the executor that there was."""
+        self._watchdog.begin_again()
 
     @property
     def has_room(self) -> bool:
@@ -85,13 +102,15 @@ class Flights:
             if request.scheduled == len(request.token_ids) + request.pending:
                 request.pending += 1  # this chunk samples
             planned.append((request, count, request.incarnation))
+        token_count = sum([count for _, count in plan])
+        self._watchdog.asked(self._now(), token_count)
         self.step += 1
         self._plans.append((self.step, planned, self._round))
         self._to.tell(
             executor.ExecuteStep(
                 epoch=self._epoch,
                 step=self.step,
-                life=self.life,
+                life=self._life,
                 ended=tuple(self._left_batch),
                 rows=tuple(rows),
                 extensions=tuple(extensions),
@@ -102,7 +121,7 @@ class Flights:
         )
         self._left_batch.clear()
         self._copies.clear()
-        log.debug("step", step=self.step, requests=len(plan), tokens=sum([count for _, count in plan]))
+        log.debug("step", step=self.step, requests=len(plan), tokens=token_count)
 
     def landed(self, done: StepDone) -> list[Planned] | None:
         """What the oldest step, which this answers, has computed; None for an answer from an earlier epoch."""
@@ -110,6 +129,7 @@ class Flights:
             return None
         step, plan, self.made = self._plans.popleft()
         assert step == done.step, "steps end in the order they were sent"
+        self._watchdog.answered(self._now())
         return plan
 
     def failed(self, failed: StepFailed) -> list[Planned] | None:
@@ -123,23 +143,26 @@ class Flights:
             plan = []
         else:
             return None
-        self._plans.clear()
-        self._epoch += 1
+        self._end_epoch()
         return plan
 
     def void(self) -> list[list[Planned]]:
         """All steps and all that was to be copied are void, as are the blocks; what the steps were to compute."""
         plans = list(self)
-        self._plans.clear()
-        self._epoch += 1
-        self.begin_epoch(contents_lost=True)
+        self._end_epoch()
+        self.forget_batch(contents_lost=True)
         return plans
 
-    def begin_epoch(self, *, contents_lost: bool) -> None:
-        """Nobody is in the batch any more. What was to be copied still is, unless nobody knows what that would be."""
+    def forget_batch(self, *, contents_lost: bool) -> None:
+        """Begin the next step with an empty batch, and without the copies due if the contents of blocks are lost."""
         self._left_batch.clear()
         if contents_lost:
             self._copies.clear()
+
+    def _end_epoch(self) -> None:
+        self._plans.clear()
+        self._epoch += 1
+        self._watchdog.give_up()
 
 
 def _row(request: Tracked) -> executor.Row:

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Never
 
 from cuelight.actors.scheduler.endings import Endings
 from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.kernel import Role, get_logger
-from cuelight.messages import cache, detokenizer, executor, intake, observer
+from cuelight.messages import cache, detokenizer, intake, observer
 from cuelight.messages.address import Address
-from cuelight.messages.request import FailureCause, FinishReason, RequestId, Usage
+from cuelight.messages.executor import ExecutorMessage
+from cuelight.messages.request import FIRST_EXECUTOR, ExecutorId, FailureCause, FinishReason, RequestId, Usage
 from cuelight.messages.scheduler import Admit
 
 log = get_logger("cuelight.scheduler")
+
+
+@dataclass(frozen=True)
+class ExecutorRoles:
+    """The roles of an engine's executors by their ids; `first` is that of the executor that the engine starts with."""
+
+    first: Role[ExecutorMessage]
+
+    def __getitem__(self, executor_id: ExecutorId) -> Role[ExecutorMessage]:
+        """The role of this executor. Later ones differ from the first by name."""
+        if executor_id == FIRST_EXECUTOR:
+            return self.first
+        return replace(self.first, name=f"{self.first.name} {executor_id}")
 
 
 @dataclass(frozen=True)
@@ -25,13 +39,19 @@ class Neighbours:
     """
 
     cache: Address[cache.CacheMessage]
-    executor: Address[executor.ExecutorMessage]
+    executor: Address[ExecutorMessage]
     detokenizer: Address[detokenizer.DetokenizerMessage]
     intake: Address[intake.IntakeMessage]
     observer: Address[observer.ObserverMessage]
     cache_role: Role[Never] | None = None
-    executor_role: Role[Never] | None = None
+    executor_id: ExecutorId = FIRST_EXECUTOR
+    executor_roles: ExecutorRoles | None = None
     kill_executor: Callable[[str], None] | None = None
+
+    @property
+    def executor_role(self) -> Role[ExecutorMessage] | None:
+        """The role of the executor that computes."""
+        return None if self.executor_roles is None else self.executor_roles[self.executor_id]
 
 
 class Outbox:
@@ -53,6 +73,15 @@ class Outbox:
             "scheduled_tokens": 0,
             "budget_tokens": 0,
         }
+
+    def count_step(self, token_count: int, token_budget: int) -> None:
+        """Add a step of `token_count` tokens, where `token_budget` were allowed, to the figures."""
+        self.counts["scheduled_tokens"] += token_count
+        self.counts["budget_tokens"] += token_budget
+
+    def count_preemption(self) -> None:
+        """Add one to the figures."""
+        self.counts["preemptions"] += 1
 
     def release(self, filled: cache.Filled, *, is_spoilt: bool = False) -> None:
         """These blocks are held no longer, and what the request computed is of no use to others if it is spoilt."""
@@ -86,9 +115,12 @@ class Outbox:
         """Who admits a request again may have opened a stream for it that has nothing yet."""
         self._to.detokenizer.tell(detokenizer.Histories(((request.request_id, request.output),), ()))
 
-    def repeat_end(self, request_id: RequestId) -> None:
-        """As `repeat`, of one that has ended."""
+    def repeat_end(self, request_id: RequestId) -> bool:
+        """As `repeat`, of one that has ended; False where none has that was not confirmed."""
+        if request_id not in self._endings:
+            return False
         self._to.detokenizer.tell(detokenizer.Histories((), (self._endings.of(request_id),)))
+        return True
 
     def end(self, request: Tracked, reason: FinishReason, error: str, now: float, failure: FailureCause | None) -> None:
         """The request is over."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from cuelight.kernel import Timer
@@ -30,6 +31,12 @@ START_SECONDS: Final = 30.0
 
 REPORT_SECONDS: Final = 300.0
 """For the first word of an executor, or a start that cannot be compared with any before."""
+
+
+CACHE: Final = "cache manager"
+EXECUTOR: Final = "executor"
+REPORT: Final = "executor that was asked for a report"
+START: Final = "executor that is to take the place of a lost one"
 
 
 class _Question(NamedTuple):
@@ -137,3 +144,30 @@ class Patience:
             return self._first_seconds
         seconds, most = self._longest
         return max(self._least_seconds, FACTOR * seconds * max(1.0, size / most))
+
+
+@dataclass(frozen=True)
+class Watchdogs:
+    """The scheduler's: on blocks asked for, on steps, on the executor's first report, and on a new one's start."""
+
+    cache: Patience
+    executor: Patience
+    report: Patience
+    start: Patience
+
+    def named(self, name: str) -> Patience:
+        """The one on this peer: `CACHE`, `EXECUTOR`, `REPORT` or `START`."""
+        return {CACHE: self.cache, EXECUTOR: self.executor, REPORT: self.report, START: self.start}[name]
+
+
+def build_watchdogs(
+    wake_after: Callable[[str], Callable[[float], Timer]], step_timeout_seconds: float | None, *, can_kill: bool
+) -> Watchdogs:
+    """Build all four; an executor that cannot be killed is given more time: all that follows is a line in the log."""
+    least, first = (STEP_SECONDS, FIRST_STEP_SECONDS) if can_kill else (PATIENCE_SECONDS, PATIENCE_SECONDS)
+    return Watchdogs(
+        cache=Patience(wake_after(CACHE), PATIENCE_SECONDS, PATIENCE_SECONDS),
+        executor=Patience(wake_after(EXECUTOR), least, first, step_timeout_seconds),
+        report=Patience(wake_after(REPORT), REPORT_SECONDS, REPORT_SECONDS),
+        start=Patience(wake_after(START), START_SECONDS, REPORT_SECONDS),
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from cuelight.actors.scheduler.patience import Patience
 from cuelight.actors.scheduler.rounds import Round
 from cuelight.actors.scheduler.tracked import Tracked
 from cuelight.messages import cache
@@ -13,9 +14,19 @@ from cuelight.messages.scheduler import Granted
 
 
 class Reservation:
-    """Tells the cache manager, with each question, what was computed since the last one."""
+    """Tells the cache manager, with each question, what was computed since the last one.
 
-    def __init__(self, to: Address[cache.CacheMessage], reply_to: Address[Granted], first_round: int) -> None:
+    `watchdog` runs while a question is out.
+    """
+
+    def __init__(
+        self,
+        to: Address[cache.CacheMessage],
+        reply_to: Address[Granted],
+        first_round: int,
+        watchdog: Patience,
+        now: Callable[[], float],
+    ) -> None:
         self._to = to
         self._reply_to = reply_to
         self.asked: dict[RequestId, int] | None = None
@@ -24,6 +35,8 @@ class Reservation:
         """Those of the last one that waited then."""
         self.news = 0
         """What there had been then."""
+        self._watchdog = watchdog
+        self._now = now
         self._round = first_round
         self._prefilled: dict[RequestId, Tracked] = {}
 
@@ -37,6 +50,7 @@ class Reservation:
 
     def ask(self, wanted: Round, running: Mapping[RequestId, Tracked], news: int, made: int) -> None:
         """Ask for the blocks that the round wants; say that the copies of rounds up to `made` have been made."""
+        self._watchdog.asked(self._now())
         growing = {growth.request_id: running[growth.request_id] for growth in wanted.growths}
         courted = {request.request_id: request for request in wanted.admitted}
         self.asked = {request_id: request.incarnation for request_id, request in (growing | courted).items()}
@@ -47,7 +61,7 @@ class Reservation:
         admissions = tuple([request.admission() for request in wanted.admitted])
         self._to.tell(
             cache.Reserve(
-                self._round, filled, tuple(wanted.growths), admissions, wanted.token_budget, self._reply_to, made
+                self._round, filled, tuple(wanted.growths), admissions, wanted.tokens_left, self._reply_to, made
             )
         )
 
@@ -57,14 +71,20 @@ class Reservation:
             return None
         asked = self.asked
         assert asked is not None, "a question is answered once"
+        self._watchdog.answered(self._now())
         self._end_round()
         return asked
 
     def void(self) -> None:
-        """No answer is awaited any more, and nobody holds blocks."""
+        """Await no answer any more: all blocks are lost."""
         self._end_round()
+        self._watchdog.give_up()
         self.courted.clear()
         self._prefilled.clear()
+
+    def end_life(self) -> None:
+        """Expect nothing from the cache manager that there was."""
+        self._watchdog.begin_again()
 
     def _end_round(self) -> None:
         self.asked = None

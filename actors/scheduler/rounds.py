@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from cuelight.actors.scheduler.allowance import AdaptiveTokenBudget
 from cuelight.actors.scheduler.chronicle import Chronicle
 from cuelight.actors.scheduler.door import Door
 from cuelight.actors.scheduler.planning import Limits, plan_step
@@ -23,19 +24,24 @@ class Round:
     plan: list[tuple[Tracked, int]]
     growths: list[cache.Growth]
     admitted: list[Tracked]
-    token_budget: int
-    """What the plan leaves of a step's."""
+    tokens_left: int
+    """Tokens of the budget that the plan does not use."""
 
 
 class Rounds:
     """Decides rounds; changes nothing but what the chronicle says of why nobody comes in."""
 
     def __init__(
-        self, limits: Limits, waiting: Queue, door: Door, chronicle: Chronicle, now: Callable[[], float]
+        self,
+        limits: Limits,
+        budget: AdaptiveTokenBudget,
+        waiting: Queue,
+        door: Door,
+        chronicle: Chronicle,
+        now: Callable[[], float],
     ) -> None:
         self._limits = limits
-        self.token_budget = limits.token_budget
-        """Of a step, for now."""
+        self._budget = budget
         self._waiting = waiting
         self._door = door
         self._chronicle = chronicle
@@ -43,11 +49,10 @@ class Rounds:
 
     def planned(self, running: Collection[Tracked], *, others_wait: bool) -> list[tuple[Tracked, int]]:
         """What a step of these computes; `others_wait` for a part of it."""
-        limits = self._limits
         return plan_step(
             running,
-            self.token_budget,
-            limits.long_prefill_tokens,
+            self._budget.tokens,
+            self._limits.long_prefill_tokens,
             others_wait=others_wait,
             turns=lambda: self._waiting.turns(running, self._now()),
         )
@@ -55,7 +60,7 @@ class Rounds:
     def has_tokens_left(self, running: Iterable[Tracked], without: Tracked) -> bool:
         """Whether a step of these, but for one, leaves a token to others."""
         others = [request for request in running if request is not without]
-        return sum([count for _, count in self.planned(others, others_wait=True)]) < self.token_budget
+        return sum([count for _, count in self.planned(others, others_wait=True)]) < self._budget.tokens
 
     def next(self, running: Collection[Tracked], *, admit: bool, usurper: Tracked | None) -> Round:
         """The next one. Only where they may be admitted do others count; with a usurper nobody else is.
@@ -66,21 +71,21 @@ class Rounds:
         # A long prompt leaves room for those that wait; what they do not take it gets when blocks are granted.
         plan = self.planned(running, others_wait=others_wait)
         growths = [cache.Growth(r.request_id, r.scheduled + n) for r, n in plan if r.scheduled + n > r.capacity]
-        budget = self.token_budget - sum([count for _, count in plan])
+        tokens_left = self._budget.tokens - sum([count for _, count in plan])
         if usurper is not None:
             # It is let in even if the others' new turns leave this step nothing for it.
-            return Round(plan, growths, [usurper], max(1, budget))
-        admitted = self._candidates(running, budget) if admit else []
+            return Round(plan, growths, [usurper], max(1, tokens_left))
+        admitted = self._candidates(running, tokens_left) if admit else []
         if others_wait and not admitted:
             plan = self.planned(running, others_wait=False)
-        return Round(plan, growths, admitted, budget)
+        return Round(plan, growths, admitted, tokens_left)
 
-    def _candidates(self, running: Collection[Tracked], token_budget: int) -> list[Tracked]:
+    def _candidates(self, running: Collection[Tracked], tokens_left: int) -> list[Tracked]:
         """Who is tried now, if anybody may come in."""
         if not self._waiting:
             return []
         now = self._now()
-        obstacle = self._door.obstacle(running, token_budget, now)
+        obstacle = self._door.obstacle(running, tokens_left, now)
         candidates = [] if obstacle is not None else self._door.candidates(running, now)
         if not candidates:
             self._chronicle.obstacle(obstacle or NEXT_IN_LINE_WAIT, now)

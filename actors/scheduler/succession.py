@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import assert_never
 
 from cuelight.actors.scheduler import blame
+from cuelight.actors.scheduler.next_step import StepLoop
 from cuelight.actors.scheduler.outbox import Neighbours
+from cuelight.actors.scheduler.patience import Watchdogs
 from cuelight.actors.scheduler.recovery import Recovery
 from cuelight.actors.scheduler.switching import Switching, confirm
 from cuelight.actors.scheduler.tracked import Tracked
-from cuelight.actors.scheduler.workload import CACHE, EXECUTOR, REPORT, START, Workload, token_capacity
+from cuelight.actors.scheduler.workload import SchedulerState, token_capacity
 from cuelight.kernel import Context, ExitCause, Terminated, get_logger
 from cuelight.messages import executor, intake, observer
 from cuelight.messages.address import Address
@@ -26,13 +28,15 @@ from cuelight.messages.scheduler import (
 log = get_logger("cuelight.scheduler")
 
 
-class Succession:
+class ExecutorManager:
     """The executor that there is, from the moment at which it is found until another one is."""
 
     def __init__(
         self,
         context: Context[SchedulerMessage],
-        work: Workload,
+        state: SchedulerState,
+        steps: StepLoop,
+        watchdogs: Watchdogs,
         recovery: Recovery,
         neighbours: Neighbours,
         context_length: int | None,
@@ -40,11 +44,13 @@ class Succession:
         self._context = context
         self._self: Address[SchedulerMessage] = context.ref
         self._now = context.clock.now
-        self._work = work
+        self._state = state
+        self._steps = steps
+        self._watchdogs = watchdogs
         self._recovery = recovery
         self._neighbours = neighbours
         self._intake = neighbours.intake
-        self._switching = Switching(context)
+        self._switching = Switching(context, neighbours.executor_roles)
         self._context_length = context_length
         self._had_executor = False
 
@@ -54,7 +60,7 @@ class Succession:
             if role is not None:
                 self._context.watch(role)
         self._neighbours.executor.tell(executor.GetExecutorState(self._self))
-        self._work.doubts[REPORT].asked(self._now())
+        self._watchdogs.report.asked(self._now())
 
     def hear(
         self, message: ExecutorLoading | ExecutorReady | ExecutorFailed | Terminated | Switch | CancelSwitch
@@ -66,47 +72,43 @@ class Succession:
             case Terminated():
                 self._bereaved(message)
             case Switch():
-                present = self._neighbours.executor_role
-                if present is not None and message.executor == present.name:
+                if message.executor_id == self._neighbours.executor_id:
                     confirm(message)  # it was told again just as this one had taken over
                 else:
                     self._switching.ask(message, self._self)
             case CancelSwitch():
-                if self._switching.concerns(message.executor):
+                if self._switching.concerns(message.executor_id):
                     self._give_up_switch("it was called off")
             case _:
                 assert_never(message)
 
     def let_take_over(self) -> None:
         """Another executor takes the place of the one that is there, between two steps, once it may."""
-        work = self._work
-        is_computing = work.running or work.flights or work.reservation.asked is not None
+        is_computing = self._state.running or self._steps.is_busy
         if not self._switching.recomputes and is_computing:
             return
-        if not self._work.is_open or not self._switching.is_due(self._work.requests.values()):
+        requests = self._state.requests.values()
+        if not self._state.is_open or not self._switching.is_due(requests):
             return
-        self._switching.check(self._work.requests.values())
+        self._switching.check(requests)
         self._hold_newcomers()
-        if not self._switching.is_due(self._work.requests.values()):
+        if not self._switching.is_due(requests):
             return
         switch, ready = self._switching.take()
-        self._work.lose_blocks("another model takes over")
         self._neighbours = self._switching.neighbours(switch, self._neighbours)
-        self._work.flights.send_to(self._neighbours.executor)
+        self._steps.switch_executor(self._neighbours.executor, frozenset(switch.eos_token_ids))
+        self._state.hold_new_requests(False)
         self._recovery.replaced(self._neighbours)
-        self._work.eos_token_ids = frozenset(switch.eos_token_ids)
         self._context_length = switch.context_length
-        self._work.pool = None
-        self._work.doubts[REPORT].give_up()
-        self._work.door.holds_newcomers = False
+        self._watchdogs.report.give_up()
         self._executor_ready(ready)
         confirm(switch)
 
     def serve(self) -> None:
         """Say what fits, if there is an executor."""
-        if self._work.pool is None:
+        if self._state.pool is None:
             return
-        capacity, context_length = token_capacity(self._work.pool), self._context_length
+        capacity, context_length = token_capacity(self._state.pool), self._context_length
         if self._switching.holds_newcomers and (limit := self._switching.token_limit) is not None:
             # Whoever comes now is served by the next one, unless that fails to take over.
             capacity = min(capacity, limit)
@@ -117,23 +119,18 @@ class Succession:
         if self._switching.holds_newcomers:
             self._switching.check([request])
             self._hold_newcomers()
-        if self._context_length is not None and self._work.pool is not None:
-            limit = min(self._context_length, token_capacity(self._work.pool))
-            request.limit_to(limit)
-            if request.token_limit > limit:
-                reason = f"the model that has taken over holds {limit} tokens"
-                self._work.end(request, FinishReason.FAILED, reason, FailureCause.NO_ROOM)
+        if self._context_length is not None and self._state.pool is not None:
+            self._state.limit(request, min(self._context_length, token_capacity(self._state.pool)))
 
     def _hear_executor(self, message: ExecutorLoading | ExecutorReady | ExecutorFailed) -> None:
         """From the executor that there is, or one that is to take over, or one that is not needed any more."""
-        present = self._neighbours.executor_role
-        if self._switching.concerns(message.executor):
+        if self._switching.concerns(message.executor_id):
             self._hear_successor(message)
             return
-        if message.executor and present is not None and message.executor != present.name:
-            log.debug("executor_not_needed", executor=message.executor)
+        if message.executor_id != self._neighbours.executor_id:
+            log.debug("executor_not_needed", executor_id=message.executor_id)
             return
-        self._work.doubts[REPORT].give_up()
+        self._watchdogs.report.give_up()
         match message:
             case ExecutorLoading(phase):
                 self._neighbours.observer.tell(observer.Loading(phase))
@@ -146,38 +143,28 @@ class Succession:
         """A neighbour's life is over. In order, only where all end, or where somebody has arranged for it."""
         cache_role, executor_role = self._neighbours.cache_role, self._neighbours.executor_role
         if cache_role is not None and death.actor == cache_role.name:
-            self._work.doubts[CACHE].begin_again()
             if death.cause is not ExitCause.STOPPED:
                 self._recovery.lost(death.error, self._now())
-            self._work.lose_blocks("the cache manager was lost")
-            self._work.reset_cache()
-        elif self._switching.concerns(death.actor):
+            self._steps.cache_lost()
+        elif self._switching.is_death(death):
             self._give_up_switch(f"the executor that was to take over has died: {death.error or 'it was stopped'}")
         elif executor_role is not None and death.actor == executor_role.name:
-            self._work.doubts[EXECUTOR].begin_again()
-            present = [each for plan in self._work.flights for each, _, _ in plan]
-            self._work.pool = None
-            self._work.lose_blocks("the executor was lost")
-            self._work.doubts[START].give_up()
+            present = self._steps.executor_lost()
+            self._watchdogs.start.give_up()
             if death.is_restarting:
-                self._work.doubts[START].asked(self._now())
+                self._watchdogs.start.asked(self._now())
             if death.cause is not ExitCause.STOPPED:
                 self._recovery.lost(death.error, self._now())
                 self._inquire(death, [each for each in present if not each.is_over])
 
     def _executor_ready(self, ready: ExecutorReady) -> None:
-        if self._work.pool is not None:
-            if ready.life == self._work.pool.life:
-                return
-            self._work.lose_blocks("there is another executor")
+        if self._state.pool is not None and self._state.pool.life == ready.life:
+            return
         now = self._now()
-        self._work.pool = ready
         self._had_executor = True
-        self._work.flights.life = ready.life
-        self._work.doubts[EXECUTOR].begin_again(ready.seconds)
-        self._work.doubts[START].give_up()
-        self._work.doubts[START].learn(ready.seconds)
-        self._work.reset_cache()
+        self._steps.executor_ready(ready)
+        self._watchdogs.start.give_up()
+        self._watchdogs.start.learn(ready.seconds)
         self.serve()
         self._recovery.ready(ready.seconds, now)
         self._neighbours.observer.tell(observer.Loaded(ready.seconds, ready.phases))
@@ -195,14 +182,14 @@ class Succession:
         self._recovery.died(death.error, is_explained=culprit is not None)
         if culprit is not None:
             reason = f"it has brought the executor down {culprit.crashes} times, at last alone with it: {death.error}"
-            self._work.end(culprit, FinishReason.FAILED, reason, FailureCause.EXECUTOR_DEATHS)
+            self._state.end(culprit, FinishReason.FAILED, reason, FailureCause.EXECUTOR_DEATHS)
 
     def _hear_successor(self, message: ExecutorLoading | ExecutorReady | ExecutorFailed) -> None:
         match message:
             case ExecutorLoading(phase):
                 self._neighbours.observer.tell(observer.Loading(phase))
             case ExecutorReady():
-                self._switching.found_ready(message, self._work.requests.values())
+                self._switching.found_ready(message, self._state.requests.values())
                 self._hold_newcomers()
             case ExecutorFailed(error):
                 self._give_up_switch(error)
@@ -213,7 +200,5 @@ class Succession:
 
     def _hold_newcomers(self) -> None:
         """From now on those that have not begun wait for another executor, or do so no longer."""
-        if self._work.door.holds_newcomers != self._switching.holds_newcomers:
-            self._work.door.holds_newcomers = self._switching.holds_newcomers
-            self._work.door.reopen(None)
+        if self._state.hold_new_requests(self._switching.holds_newcomers):
             self.serve()

@@ -7,12 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
-from cuelight.actors.scheduler.outbox import Neighbours
+from cuelight.actors.scheduler.outbox import ExecutorRoles, Neighbours
 from cuelight.actors.scheduler.tracked import Tracked
-from cuelight.kernel import Context, Role, get_logger
+from cuelight.kernel import Context, Role, Terminated, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.executor import ExecutorMessage, GetExecutorState
 from cuelight.messages.observer import Switched, SwitchFailed
+from cuelight.messages.request import ExecutorId
 from cuelight.messages.scheduler import ExecutorFailed, ExecutorLoading, ExecutorReady, Switch
 
 M = TypeVar("M")
@@ -23,42 +24,47 @@ log = get_logger("cuelight.scheduler")
 class Switching(Generic[M]):
     """One switch at a time, from the word that an executor is loading until it has taken over or never will."""
 
-    def __init__(self, context: Context[M]) -> None:
+    def __init__(self, context: Context[M], roles: ExecutorRoles | None) -> None:
         self._context = context
+        self._roles = roles
         self._asked: Switch | None = None
         self._ready: ExecutorReady | None = None
-        self._given_up: set[str] = set()
+        self._given_up: set[ExecutorId] = set()
         """Executors that will not take over: an order for one of them was sent before that was known."""
 
     def ask(self, switch: Switch, reply_to: Address[ExecutorLoading | ExecutorReady | ExecutorFailed]) -> None:
         """This one is to take over. Nothing is asked twice of a scheduler, but of its next life it may be."""
         if self._asked is not None:
-            if not self.concerns(switch.executor):
-                switch.reply_to.tell(SwitchFailed(switch.executor, "another executor is to take over already"))
+            if not self.concerns(switch.executor_id):
+                switch.reply_to.tell(SwitchFailed(switch.executor_id, "another executor is to take over already"))
             return
-        if switch.executor in self._given_up:
+        if switch.executor_id in self._given_up:
             return
-        role = _role(switch.executor)
         try:
+            role = self._role(switch.executor_id)
             self._context.watch(role)
         except KeyError:
-            switch.reply_to.tell(SwitchFailed(switch.executor, "there is no such executor"))
+            switch.reply_to.tell(SwitchFailed(switch.executor_id, "there is no such executor"))
             return
         self._asked = switch
         self._context.find(role).tell(GetExecutorState(reply_to))  # it may have been ready before this life began
-        log.info("switch_asked", executor=switch.executor, recompute=switch.recompute)
+        log.info("switch_asked", executor_id=switch.executor_id, recompute=switch.recompute)
 
-    def concerns(self, executor: str) -> bool:
+    def concerns(self, executor_id: ExecutorId) -> bool:
         """Whether this is the one that is to take over."""
-        return self._asked is not None and self._asked.executor == executor
+        return self._asked is not None and self._asked.executor_id == executor_id
+
+    def is_death(self, death: Terminated) -> bool:
+        """Whether the one that is to take over has died."""
+        return self._asked is not None and death.actor == self._role(self._asked.executor_id).name
 
     def fail(self, reason: str, *, is_mismatch: bool = False) -> None:
         """It will not take over; the one that is there has heard nothing of it."""
         asked, self._asked, self._ready = self._asked, None, None
         assert asked is not None, "there is one that could"
-        self._given_up.add(asked.executor)
-        log.warning("switch_failed", executor=asked.executor, reason=reason)
-        asked.reply_to.tell(SwitchFailed(asked.executor, reason, is_mismatch))
+        self._given_up.add(asked.executor_id)
+        log.warning("switch_failed", executor_id=asked.executor_id, reason=reason)
+        asked.reply_to.tell(SwitchFailed(asked.executor_id, reason, is_mismatch))
 
     def found_ready(self, ready: ExecutorReady, requests: Iterable[Tracked]) -> None:
         """It is there. If one of the requests that it would be given does not fit, it will not take over."""
@@ -106,9 +112,15 @@ class Switching(Generic[M]):
 
     def neighbours(self, switch: Switch, before: Neighbours) -> Neighbours:
         """The same, with another executor."""
-        role = _role(switch.executor)
+        role = self._role(switch.executor_id)
         kill = None if before.kill_executor is None else partial(self._context.kill, role)
-        return replace(before, executor=self._context.find(role), executor_role=role, kill_executor=kill)
+        executor = self._context.find(role)
+        return replace(before, executor=executor, executor_id=switch.executor_id, kill_executor=kill)
+
+    def _role(self, executor_id: ExecutorId) -> Role[ExecutorMessage]:
+        if self._roles is None:
+            raise KeyError(executor_id)
+        return self._roles[executor_id]
 
 
 def has_begun(request: Tracked) -> bool:
@@ -118,10 +130,5 @@ def has_begun(request: Tracked) -> bool:
 
 def confirm(switch: Switch) -> None:
     """It has taken over."""
-    log.info("switched", executor=switch.executor)
-    switch.reply_to.tell(Switched(switch.executor))
-
-
-def _role(executor: str) -> Role[ExecutorMessage]:
-    """By its name alone it is found; the capacity is that of whoever has brought it in."""
-    return Role(executor, ExecutorMessage, capacity=1)
+    log.info("switched", executor_id=switch.executor_id)
+    switch.reply_to.tell(Switched(switch.executor_id))

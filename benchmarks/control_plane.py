@@ -8,8 +8,8 @@ from typing import Never, Protocol, TypeVar
 
 from cuelight.actors.cache.actor import CacheManager
 from cuelight.actors.scheduler.actor import Scheduler, SchedulerInbox
-from cuelight.actors.scheduler.outbox import Neighbours
-from cuelight.actors.scheduler.planning import Limits
+from cuelight.actors.scheduler.outbox import Peers
+from cuelight.actors.scheduler.planning import StepLimits
 from cuelight.kernel import Actor, ActorSpec, Context, Role
 from cuelight.messages import cache, detokenizer, executor, intake, scheduler
 from cuelight.messages.address import Address
@@ -85,7 +85,7 @@ class Rows:
 class ControlPlane:
     """What such a cast is made of. `capacity` is that of every mailbox, in messages."""
 
-    limits: Limits
+    limits: StepLimits
     watermark_fraction: float
     policy: scheduler.SetPolicy
     capacity: int
@@ -111,14 +111,14 @@ class ControlPlane:
         to_cache: Role[cache.CacheMessage] = Role("cache", cache.CacheMessage, self.capacity)
 
         def build_scheduler(context: Context[SchedulerInbox]) -> Actor[SchedulerInbox]:
-            neighbours = Neighbours(
+            peers = Peers(
                 cache=context.find(to_cache),
                 executor=context.find(to_executor),
                 detokenizer=context.find(to_detokenizer),
                 intake=context.find(to_intake),
                 observer=self.observer,
             )
-            return wrap(Scheduler(context, self.limits, frozenset(), neighbours, self.policy), "scheduler")
+            return wrap(Scheduler(context, self.limits, frozenset(), peers, self.policy), "scheduler")
 
         return [
             ActorSpec(to_detokenizer, lambda context: Confirming(detokenizer_stand_in, context.find(self.scheduler))),

@@ -24,7 +24,7 @@ import msgspec
 
 from benchmarks.common import options, percentile, report
 from benchmarks.control_plane import ControlPlane, Rows
-from cuelight.actors.scheduler.planning import Limits
+from cuelight.actors.scheduler.planning import StepLimits
 from cuelight.kernel import Actor, Context
 from cuelight.kernel.simulation import Simulation
 from cuelight.messages import detokenizer, executor, observer, scheduler
@@ -165,7 +165,7 @@ class Trial:
         self._flood = random.Random(f"flood {seed}")
         self._flooded = 0
         self._came_at: dict[RequestId, float] = {}
-        limits = Limits(TOKEN_BUDGET, RUNNING_MAX, long_prefill_tokens=TOKEN_BUDGET // 4)
+        limits = StepLimits(TOKEN_BUDGET, RUNNING_MAX, long_prefill_tokens=TOKEN_BUDGET // 4)
         plane = ControlPlane(limits, WATERMARK, scheduler.SetPolicy(policy or "fcfs"), MAILBOX_CAPACITY, Deaf())
         slowness = 2.0 if self._is_alone else 1.0
         cast = plane.cast(lambda context: Device(context, slowness), self.clients)

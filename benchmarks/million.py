@@ -28,7 +28,7 @@ import msgspec
 from benchmarks.common import options, percentile, report
 from benchmarks.control_plane import ControlPlane, Rows
 from benchmarks.svg import Panel, picture, round_up
-from cuelight.actors.scheduler.planning import Limits
+from cuelight.actors.scheduler.planning import StepLimits
 from cuelight.kernel import Actor, Context
 from cuelight.kernel.simulation import Simulation
 from cuelight.messages import detokenizer, executor, observer, scheduler
@@ -254,7 +254,7 @@ class Trial:
         self.seed = seed
         self.ledger = Ledger()
         self.board = Board()
-        limits = Limits(TOKEN_BUDGET, RUNNING_MAX, long_prefill_tokens=TOKEN_BUDGET // 4)
+        limits = StepLimits(TOKEN_BUDGET, RUNNING_MAX, long_prefill_tokens=TOKEN_BUDGET // 4)
         chosen = scheduler.SetPolicy(policy)
         plane = ControlPlane(limits, WATERMARK, chosen, MAILBOX_CAPACITY, self.board)
         self.simulation = Simulation(plane.cast(Device, self.ledger), seed, record=False)

@@ -33,7 +33,7 @@ from typing import Final, Never, TypedDict, TypeVar
 
 from benchmarks.common import percentile, report
 from benchmarks.control_plane import ControlPlane, Rows, Sink
-from cuelight.actors.scheduler.planning import Limits
+from cuelight.actors.scheduler.planning import StepLimits
 from cuelight.kernel import Actor, ActorSpec, System
 from cuelight.messages import executor, observer, scheduler
 from cuelight.messages.request import RequestId, Sampling, Service
@@ -170,7 +170,7 @@ class Rig:
         self.echo = Echo(self.watch, WARM_UP_STEPS + steps + 1)
         self.board = Board()
         self._is_split = is_split
-        limits = Limits(TOKEN_BUDGET, RUNNING, STEPS_IN_FLIGHT)
+        limits = StepLimits(TOKEN_BUDGET, RUNNING, STEPS_IN_FLIGHT)
         capacity = RUNNING + shape.waiting + shape.blocks // 100 + 1000
         self._plane = ControlPlane(limits, 0.0, scheduler.SetPolicy("fcfs"), capacity, self.board)
         self.scheduler = self._plane.scheduler

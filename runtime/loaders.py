@@ -13,8 +13,8 @@ from cuelight.actors.executor.building import load_model
 from cuelight.actors.executor.lasting import LastingMemory
 from cuelight.config import EngineConfig, read_facts
 from cuelight.ensemble import (
+    ActiveExecutor,
     EngineParts,
-    Lead,
     Roles,
     actor_specs,
     executor_spec,
@@ -32,7 +32,9 @@ from cuelight.store import model_path
 
 B = TypeVar("B")
 
-BuildActors: TypeAlias = Callable[[EngineConfig, Roles, Recipient[ObserverMessage], Lead], tuple[ActorSpec[Never], ...]]
+BuildActors: TypeAlias = Callable[
+    [EngineConfig, Roles, Recipient[ObserverMessage], ActiveExecutor], tuple[ActorSpec[Never], ...]
+]
 BuildExecutor: TypeAlias = Callable[[ExecutorId, Roles], ActorSpec[ExecutorMessage]]
 
 

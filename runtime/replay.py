@@ -11,7 +11,7 @@ from cuelight.actors.executor.actor import ExecutorInbox
 from cuelight.actors.executor.device import Device
 from cuelight.actors.intake.actor import IntakeInbox
 from cuelight.actors.scheduler.actor import SchedulerInbox
-from cuelight.ensemble import EngineParts, Lead, actor_specs, load_parts, roles
+from cuelight.ensemble import ActiveExecutor, EngineParts, actor_specs, load_parts, roles
 from cuelight.errors import ConfigError
 from cuelight.kernel import JournalError
 from cuelight.kernel.records import read_journal
@@ -48,7 +48,7 @@ def _replay(path: str, actor: str) -> Replay:
     names = asdict(cast)
     if actor not in names:
         raise JournalError(f"an engine has no actor {actor!r}: it has {', '.join(names)}")
-    parts = actor_specs(_parts(origin, actor), origin.config, cast, _NoObserver(), Lead(cast.executors))
+    parts = actor_specs(_parts(origin, actor), origin.config, cast, _NoObserver(), ActiveExecutor(cast.executors))
     part = next(part for part in parts if part.role.name == actor)
     return replay_part(journal, part, (IntakeInbox, ExecutorInbox, SchedulerInbox), [each.role for each in parts])
 

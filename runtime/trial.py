@@ -17,7 +17,15 @@ from typing import Final, Never
 from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.stub import StubDevice
 from cuelight.config import ModelFacts
-from cuelight.ensemble import EXECUTOR_RESTART_POLICY, EngineParts, Lead, Roles, actor_specs, lives_in_process, roles
+from cuelight.ensemble import (
+    EXECUTOR_RESTART_POLICY,
+    ActiveExecutor,
+    EngineParts,
+    Roles,
+    actor_specs,
+    lives_in_process,
+    roles,
+)
 from cuelight.kernel import Actor, ActorSpec, Context, Delivered, Ended, Event, ExitCause, InLoop, InProcess, Role
 from cuelight.kernel.errors import ActorCrashed
 from cuelight.kernel.faults import SimulatedCrash
@@ -107,7 +115,7 @@ class History:
         self._mischief = drawn_mischief(chance, self._config, request_count)
         self._board = Board(self._send_again)
         self._cast = roles(self._config)
-        self._lead = Lead(self._cast.executors)
+        self._active = ActiveExecutor(self._cast.executors)
         self._actors: dict[str, Actor[Never]] = {}
         self._executor_names: set[str] = set()
         self._deliveries = 0
@@ -122,7 +130,7 @@ class History:
         now = self._simulation.clock.now
         self._clients = [Client(RequestId(number), chance, now) for number in range(request_count)]
         self._changes = Changes(
-            self._simulation, self._cast.scheduler, self._lead, self._executor_part, self._switch_to
+            self._simulation, self._cast.scheduler, self._active, self._executor_part, self._switch_to
         )
         self._changes.draw(random.Random(f"changes {seed}"))
 
@@ -151,7 +159,7 @@ class History:
         config, cast = self._config, self._cast
         facts = ModelFacts(END_TOKEN + 1, CONTEXT_LENGTH, (END_TOKEN,))
         stub = EngineParts(facts, _Encoder(), decode, partial(StubDevice, 2, 1))  # an executor of its own
-        specs = actor_specs(stub, config, cast, self._board, self._lead)
+        specs = actor_specs(stub, config, cast, self._board, self._active)
         return [
             self._executor_part(FIRST_EXECUTOR) if part.role is cast.executor else _kept(part, self._actors)
             for part in specs
@@ -172,7 +180,7 @@ class History:
         if isinstance(event, Delivered):
             self._deliveries += 1
             if (actor := self._kills.get(self._deliveries)) is not None:
-                role = self._lead.role if actor == "executor" else _role(self._cast, actor)
+                role = self._active.role if actor == "executor" else _role(self._cast, actor)
                 self._simulation.kill(role, "drawn")
         elif isinstance(event, Ended) and event.cause is not ExitCause.STOPPED:
             self._deaths["executor" if event.actor in self._executor_names else event.actor] += 1

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Never
 
-from cuelight.ensemble import Lead
+from cuelight.ensemble import ActiveExecutor
 from cuelight.kernel import ActorSpec, Role
 from cuelight.kernel.simulation import Simulation
 from cuelight.messages.executor import ExecutorMessage
@@ -24,13 +24,13 @@ class Changes:
         self,
         simulation: Simulation,
         scheduler: Role[SchedulerMessage],
-        lead: Lead,
+        active: ActiveExecutor,
         part: Callable[[ExecutorId], ActorSpec[Never]],
         switch: Callable[[ExecutorId, bool], Switch],
     ) -> None:
         self._simulation = simulation
         self._scheduler = scheduler
-        self._lead = lead
+        self._active = active
         self._part = part
         self._switch = switch
         self._latest = FIRST_EXECUTOR
@@ -69,9 +69,9 @@ class Changes:
         self._asked = None
         leaving = self._latest
         if isinstance(message, Switched):
-            self._lead.executor_id, leaving = leaving, self._lead.executor_id
+            self._active.executor_id, leaving = leaving, self._active.executor_id
             self.taken_over += 1
-        self._simulation.at(self._simulation.clock.now(), partial(self._dismiss, self._lead.roles[leaving]))
+        self._simulation.at(self._simulation.clock.now(), partial(self._dismiss, self._active.roles[leaving]))
 
     def _dismiss(self, role: Role[ExecutorMessage]) -> None:
         with suppress(KeyError):
@@ -80,6 +80,6 @@ class Changes:
     def check(self) -> None:
         """At rest, every one has taken over or will not, and one executor is left."""
         assert self._asked is None, f"nobody says what has become of {self._asked}"
-        names = {self._lead.roles[ExecutorId(number)].name for number in range(FIRST_EXECUTOR, self._latest + 1)}
+        names = {self._active.roles[ExecutorId(number)].name for number in range(FIRST_EXECUTOR, self._latest + 1)}
         executors = [name for name in self._simulation.statistics() if name in names]
-        assert executors == [self._lead.role.name], f"there are {executors}, and {self._lead.role.name} serves"
+        assert executors == [self._active.role.name], f"there are {executors}, and {self._active.role.name} serves"

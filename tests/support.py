@@ -14,8 +14,8 @@ from cuelight.actors.executor.actor import Executor
 from cuelight.actors.executor.device import Pending
 from cuelight.actors.executor.stub import StubDevice, hashed_token
 from cuelight.actors.scheduler.actor import Scheduler
-from cuelight.actors.scheduler.outbox import ExecutorRoles, Neighbours
-from cuelight.actors.scheduler.planning import Limits
+from cuelight.actors.scheduler.outbox import ExecutorRoles, Peers
+from cuelight.actors.scheduler.planning import StepLimits
 from cuelight.kernel import Actor, ExitCause, Role, Terminated, Timer
 from cuelight.messages import detokenizer, intake, observer
 from cuelight.messages.cache import CacheMessage
@@ -211,13 +211,13 @@ class Core:
         self._watermark = watermark
         self.cache.actor = CacheManager(self.observer, watermark)
         self._begin_executor()
-        neighbours = Neighbours(self.cache, self.executor, self.detokenizer, self.intake, self.observer)
+        peers = Peers(self.cache, self.executor, self.detokenizer, self.intake, self.observer)
         self.scheduler.actor = Scheduler(
             StageContext(self.stage, self.scheduler),
-            Limits(token_budget, running_max, steps_in_flight, long_prefill_tokens, restarts_max=restarts_max),
+            StepLimits(token_budget, running_max, steps_in_flight, long_prefill_tokens, restarts_max=restarts_max),
             eos,
             replace(
-                neighbours,
+                peers,
                 cache_role=Role("cache", CacheMessage, 1),
                 executor_roles=ExecutorRoles(Role("executor", ExecutorMessage, 1)),
                 kill_executor=kill_executor,
@@ -264,12 +264,12 @@ class Core:
         sampling: Sampling,
         token_limit: int = 10_000,
         service: Service = Service(),  # noqa: B008  # frozen
-        like: int | None = None,
+        sample_of: int | None = None,
     ) -> None:
         capacity = (self.device.block_count - 1) * self.device.block_size
         limit = min(token_limit, capacity)
         now = self.stage.clock.now()
-        first = None if like is None else RequestId(like)
+        first = None if sample_of is None else RequestId(sample_of)
         self.scheduler.tell(Admit(RequestId(request_id), tuple(prompt), sampling, limit, service, now, first))
 
     def abort(self, request_id: int) -> None:

@@ -14,7 +14,7 @@ from cuelight.client import Inbox
 from cuelight.messages.client import Accepted, Chunk, ClientMessage, End, Rejected
 from cuelight.messages.intake import Cancel, Submit
 from cuelight.messages.request import FailureCause, FinishReason, Prompt, Refusal, RequestId, Sampling, Service
-from cuelight.testing import END_TOKEN, decode, encode
+from cuelight.stub_model import END_TOKEN, decode, encode
 from cuelight.trial_device import ALPHABET, next_token
 
 

@@ -113,7 +113,7 @@ class SimulatedEngine:
         self._load_device = parts.load_device
         self._stand_ins = stand_ins or {}
         self._wrap = wrap
-        self._tap = tap
+        self.tap = tap
         specs = engine_specs(config, observer, parts=parts, lead=self.lead, stand_ins=self._stand_ins, wrap=self._noted)
         self.simulation = Simulation(
             [_restarting(spec) for spec in specs],
@@ -189,8 +189,8 @@ class SimulatedEngine:
     def _see(self, event: Event) -> None:
         if isinstance(event, Ended) and event.cause is not ExitCause.STOPPED:
             self.deaths["executor" if event.actor in self.executor_names else event.actor] += 1
-        if self._tap is not None:
-            self._tap(event)
+        if self.tap is not None:
+            self.tap(event)
 
     @staticmethod
     def _judge(crash: ActorCrashed) -> None:

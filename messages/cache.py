@@ -21,14 +21,14 @@ class Growth(msgspec.Struct, frozen=True):
 class Admission(msgspec.Struct, frozen=True):
     """A waiting request asks for blocks for all of `token_ids`, less what the prefix cache already holds.
 
-    It finds prefixes of the same `salt` only. Another sample of the prompt of `like` can also use that one's last
+    It finds prefixes of the same `salt` only. Another sample of the prompt of `sample_of` can also use that one's last
     block, which is not full, by copying it.
     """
 
     request_id: RequestId
     token_ids: tuple[int, ...]
     salt: bytes = b""
-    like: RequestId | None = None
+    sample_of: RequestId | None = None
 
 
 class Filled(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
 
     Handled in this order: `filled`, then `growths`, each granted whole or refused, then, unless one was, `admissions`
     in order, until one is refused or the admitted requests' uncached tokens reach `token_budget`. The copies of rounds
-    up to `made` have been made.
+    up to `copies_done` have been made.
     """
 
     round: int
@@ -56,31 +56,31 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
     admissions: tuple[Admission, ...]
     token_budget: int
     reply_to: Address[Granted]
-    made: int = -1
+    copies_done: int = -1
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
     """These requests hold their blocks no longer. Not answered. What was computed stays as a prefix until evicted.
 
-    Not so what those computed that are `spoilt`: a block beside the token that a model made no number of may hold none
+    Not so what those computed that are `poisoned`: a block beside the token that a model made no number of may hold none
     either, and whoever found it would fail as they did.
     """
 
     released: tuple[Filled, ...]
-    spoilt: tuple[RequestId, ...] = ()
+    poisoned: tuple[RequestId, ...] = ()
 
 
 class Reset(msgspec.Struct, frozen=True, tag=True):
     """The pool is new and empty: `block_count` blocks of `block_size` tokens. Every table and prefix is forgotten.
 
     Only what is in host memory is not, where that is the same as before: what was saved there by copies that have been
-    made, those of rounds up to `made` and of earlier ones that a `Reserve` has said so of.
+    made, those of rounds up to `copies_done` and of earlier ones that a `Reserve` has said so of.
     """
 
     block_count: int
     block_size: int
     host: HostTier = HostTier()
-    made: int = -1
+    copies_done: int = -1
 
 
 class ForgetPrefixes(msgspec.Struct, frozen=True, tag=True):

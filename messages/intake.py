@@ -15,7 +15,7 @@ from cuelight.messages.scheduler import FailRequest, SetPolicy
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Serve this prompt. Answered once: `Accepted` or `Rejected`; an accepted request ends with one `End`.
 
-    It has the prompt, and the service, of the request `like`, another sample of which it is to draw. Harmless where the
+    It has the prompt, and the service, of the request `sample_of`, another sample of which it is to draw. Harmless where the
     request is known already. One that was accepted before intake was lost is not refused for want of room. One that
     goes on from an earlier time has had `output` tokens so far.
     """
@@ -25,7 +25,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     sampling: Sampling
     reply_to: Address[ClientMessage]
     service: Service = Service()
-    like: RequestId | None = None
+    sample_of: RequestId | None = None
     is_accepted: bool = False
     output: tuple[int, ...] = ()
 

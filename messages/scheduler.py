@@ -17,7 +17,7 @@ class Admit(msgspec.Struct, frozen=True, tag=True):
     Harmless where the request is known already. One that goes on from an earlier time has had `output` tokens so far.
 
     `submitted_at` is when intake heard of it, in seconds of the system's clock; its deadlines count from there. It has
-    the prompt of the request `like`, another sample of which it is to draw.
+    the prompt of the request `sample_of`, another sample of which it is to draw.
     """
 
     request_id: RequestId
@@ -26,7 +26,7 @@ class Admit(msgspec.Struct, frozen=True, tag=True):
     token_limit: int
     service: Service
     submitted_at: float
-    like: RequestId | None = None
+    sample_of: RequestId | None = None
     output: tuple[int, ...] = ()
 
 

@@ -19,7 +19,7 @@ from cuelight.actors.executor.options import LoadOptions, may_have_gpu
 from cuelight.actors.intake.actor import Encoder, Intake
 from cuelight.actors.intake.limits import Limits
 from cuelight.actors.scheduler.actor import Scheduler
-from cuelight.actors.scheduler.outbox import ExecutorRoles, Neighbours
+from cuelight.actors.scheduler.outbox import ExecutorRoles, Peers
 from cuelight.actors.scheduler.planning import Limits as StepLimits
 from cuelight.config import EngineConfig, ModelFacts, read_facts
 from cuelight.errors import ModelUnavailable
@@ -144,7 +144,7 @@ class Roles:
 
 
 @dataclass
-class Lead:
+class ActiveExecutor:
     """Who plays the executor now, and what a new scheduler must know of its model. Another model changes it."""
 
     roles: ExecutorRoles
@@ -227,11 +227,11 @@ def actor_specs(
     config: EngineConfig,
     cast: Roles,
     observer: Address[ObserverMessage],
-    lead: Lead,
+    active: ActiveExecutor,
 ) -> tuple[ActorSpec[Never], ...]:
-    """The five parts. `lead` is what changes when another model takes over."""
+    """The five parts. `active` is what changes when another model takes over."""
     facts = parts.facts
-    lead.eos_token_ids, lead.lasting = frozenset(facts.eos_token_ids), parts.lasting
+    active.eos_token_ids, active.lasting = frozenset(facts.eos_token_ids), parts.lasting
     longest = context_length(facts, config)
     intake_limits = Limits(facts.vocab_size, longest, config.queue_limit, config.tenants, config.isolate_tenants)
     token_budget = step_tokens(config)
@@ -259,20 +259,20 @@ def actor_specs(
             lambda context: Scheduler(
                 context,
                 step_limits,
-                lead.eos_token_ids,
-                Neighbours(
+                active.eos_token_ids,
+                Peers(
                     cache=context.find(cast.cache),
-                    executor=context.find(lead.role),
+                    executor=context.find(active.role),
                     detokenizer=context.find(cast.detokenizer),
                     intake=context.find(cast.intake),
                     observer=observer,
                     cache_role=cast.cache,
-                    executor_id=lead.executor_id,
-                    executor_roles=lead.roles,
-                    kill_executor=partial(context.kill, lead.role) if is_apart else None,
+                    executor_id=active.executor_id,
+                    executor_roles=active.roles,
+                    kill_executor=partial(context.kill, active.role) if is_apart else None,
                 ),
                 policy,
-                lead.context_length,
+                active.context_length,
             ),
             RESTART_POLICY,
         ),

@@ -18,7 +18,7 @@ from cuelight.availability import Availability, broken, closed
 from cuelight.board import StatusBoard, StatusCallbacks
 from cuelight.config import EngineConfig
 from cuelight.drain import Drain
-from cuelight.ensemble import Lead, Roles, lives_in_process, roles
+from cuelight.ensemble import ActiveExecutor, Roles, lives_in_process, roles
 from cuelight.health import HealthRecord
 from cuelight.kernel import ActorCrashed, ActorSpec, NotSendable, System, get_logger
 from cuelight.kernel.journal import Journal
@@ -94,12 +94,12 @@ class Lifecycle:
                 self.health, StatusCallbacks(self._resend, self._gave_up, self._progress.phase, self._progress.note)
             )
             cast = roles(self._config)
-            lead = Lead(cast.executors)
-            origin, specs = await in_thread(partial(self._find, cast, board, lead))
+            active = ActiveExecutor(cast.executors)
+            origin, specs = await in_thread(partial(self._find, cast, board, active))
             self._availability.check_starting()
         journal, past = await self._begin_journal(origin)
         system = self._make_system(specs, journal)
-        self.running = running = self._put_together(cast, system, board, lead, origin, journal)
+        self.running = running = self._put_together(cast, system, board, active, origin, journal)
         self._availability.check_starting()
         self.health.loading("start actors")
         with phases("start actors"):
@@ -110,22 +110,24 @@ class Lifecycle:
         self._open(running, past)
         log.info("engine_ready", model=self._name, token_capacity=ready.token_capacity, **phases.facts())
 
-    def _find(self, cast: Roles, board: StatusBoard, lead: Lead) -> tuple[Origin, tuple[ActorSpec[Never], ...]]:
+    def _find(
+        self, cast: Roles, board: StatusBoard, active: ActiveExecutor
+    ) -> tuple[Origin, tuple[ActorSpec[Never], ...]]:
         """Find the model and the actors that serve it. Blocks."""
         found = self._loader.find(self._config)
-        return found.origin, found.build_actors(self._config, cast, board, lead)
+        return found.origin, found.build_actors(self._config, cast, board, active)
 
     def _put_together(
         self,
         cast: Roles,
         system: System,
         board: StatusBoard,
-        lead: Lead,
+        active: ActiveExecutor,
         origin: Origin,
         journal: Journal | RotatingJournal | None,
     ) -> RunningEngine:
         requests = RequestRouter(self._config, self.open_requests, self._availability, system, cast.intake, self._flush)
-        models = Models(ReloadTarget(system, cast, lead), origin, self._loader, self._switched)
+        models = Models(ReloadTarget(system, cast, active), origin, self._loader, self._switched)
         return RunningEngine(cast, system, board, models, requests, journal)
 
     @contextmanager

@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias, assert_never
 from cuelight import errors
 from cuelight.actors.executor.lasting import LastingMemory
 from cuelight.config import is_one_of, shown
-from cuelight.ensemble import Lead, Roles
+from cuelight.ensemble import ActiveExecutor, Roles
 from cuelight.kernel import ActorSpec, NotSendable, Recipient, Role, System
 from cuelight.loaders import ModelLoader, NextModel
 from cuelight.messages.executor import ExecutorMessage
@@ -53,7 +53,7 @@ class ReloadTarget:
 
     system: System
     roles: Roles
-    lead: Lead
+    active: ActiveExecutor
 
 
 class Models:
@@ -75,7 +75,7 @@ class Models:
     @property
     def serving(self) -> str:
         """The name of the executor that serves; each switch changes it."""
-        return self._target.lead.role.name
+        return self._target.active.role.name
 
     async def change(self, model: object, recompute: bool, check_available: Callable[[], None]) -> None:
         """Find and load another one, and wait until it has taken over. `check_available` raises where nobody serves.
@@ -127,7 +127,7 @@ class Models:
         """The engine serves nobody any more."""
         if self._reload is not None:
             self._reload.end(reason())
-        self._target.lead.release()
+        self._target.active.release()
 
 
 class Reload:
@@ -147,7 +147,7 @@ class Reload:
         """
         self._system = target.system
         self._scheduler = target.system.find(target.roles.scheduler)
-        self._lead = target.lead
+        self._active = target.active
         self._spec = spec
         self._lasting = lasting
         """Of the executor that is not needed, in the end."""
@@ -178,10 +178,10 @@ class Reload:
         self._is_over = True
         match message:
             case Switched():
-                leaving, self._lead.executor_id = self._lead.role, self._switch.executor_id
-                self._lasting, self._lead.lasting = self._lead.lasting, self._lasting
-                self._lead.eos_token_ids = frozenset(self._switch.eos_token_ids)
-                self._lead.context_length = self._switch.context_length
+                leaving, self._active.executor_id = self._active.role, self._switch.executor_id
+                self._lasting, self._active.lasting = self._active.lasting, self._lasting
+                self._active.eos_token_ids = frozenset(self._switch.eos_token_ids)
+                self._active.context_length = self._switch.context_length
                 self._settle(None)
             case SwitchFailed(reason=reason, is_mismatch=is_mismatch):
                 leaving = self._spec.role

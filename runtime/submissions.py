@@ -95,8 +95,8 @@ class RequestRouter:
             reason = f"{live} requests are live, and the queue limit is {limit}"
             raise errors.QueueFull(reason, self._leaving.seconds_for(excess))
 
-    def submit(self, asked: Asked, like: RequestId | None = None) -> Stream:
-        """Send a request, which may have the prompt of the one `like`. Raises QueueFull and EngineUnavailable."""
+    def submit(self, asked: Asked, sample_of: RequestId | None = None) -> Stream:
+        """Send a request, which may have the prompt of the one `sample_of`. Raises QueueFull and EngineUnavailable."""
         self._availability.check()
         self._check_open(1)
         prompt, sampling, service = asked
@@ -104,7 +104,7 @@ class RequestRouter:
             sampling = msgspec.structs.replace(sampling, seed=self._chance.getrandbits(64))
         inbox = self._new_inbox(self._open.new_id())
         stream = open_stream(inbox, self._cancel, self._cancel_later)
-        submit = Submit(inbox.request_id, prompt, sampling, inbox, service, like)
+        submit = Submit(inbox.request_id, prompt, sampling, inbox, service, sample_of)
         self._open.add(inbox, submit)
         self._intake.tell(submit)
         return stream
@@ -114,7 +114,7 @@ class RequestRouter:
         prompt, sampling, service = asked
         first = self.submit(asked)
         return [first] + [
-            self.submit((prompt, _reseeded(sampling, number), service), like=first.request_id)
+            self.submit((prompt, _reseeded(sampling, number), service), sample_of=first.request_id)
             for number in range(1, count)
         ]
 

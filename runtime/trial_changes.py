@@ -26,7 +26,7 @@ class Changes:
     ) -> None:
         self._engine = engine
         self._simulation = engine.simulation
-        self._lead = engine.lead
+        self._active = engine.active
         self._build = build
         self._switch = switch
         self._latest = FIRST_EXECUTOR
@@ -65,9 +65,9 @@ class Changes:
         self._asked = None
         leaving = self._latest
         if isinstance(message, Switched):
-            self._lead.executor_id, leaving = leaving, self._lead.executor_id
+            self._active.executor_id, leaving = leaving, self._active.executor_id
             self.taken_over += 1
-        self._simulation.at(self._engine.now(), partial(self._dismiss, self._lead.roles[leaving]))
+        self._simulation.at(self._engine.now(), partial(self._dismiss, self._active.roles[leaving]))
 
     def _dismiss(self, role: Role[ExecutorMessage]) -> None:
         with suppress(KeyError):
@@ -77,4 +77,4 @@ class Changes:
         """At rest, every one has taken over or will not, and one executor is left."""
         assert self._asked is None, f"nobody says what has become of {self._asked}"
         executors = [name for name in self._simulation.statistics() if name in self._engine.executor_names]
-        assert executors == [self._lead.role.name], f"there are {executors}, and {self._lead.role.name} serves"
+        assert executors == [self._active.role.name], f"there are {executors}, and {self._active.role.name} serves"

@@ -116,7 +116,7 @@ class Model:
         self.copied[CopyKind.LOAD] += len(loaded)
         blocks = [fresh.pop(0) if block is None else block for block in hits] + fresh
         cached = len(hits) * self.block_size
-        shared = self.shared_with(self.live(admission.like), admission, cached)
+        shared = self.shared_with(self.live(admission.sample_of), admission, cached)
         self.copied[CopyKind.FORK] += shared > 0
         holding = Holding(salt, token_ids, list(blocks), cached + shared, self.generation)
         self.holdings[request] = holding

@@ -21,14 +21,14 @@ def tokens(count: int, first: int = 0) -> tuple[int, ...]:
     return tuple(range(first, first + count))
 
 
-def asking(request: int, token_ids: tuple[int, ...], salt: bytes = b"", like: int | None = None) -> Admission:
-    return Admission(RequestId(request), token_ids, salt, None if like is None else RequestId(like))
+def asking(request: int, token_ids: tuple[int, ...], salt: bytes = b"", sample_of: int | None = None) -> Admission:
+    return Admission(RequestId(request), token_ids, salt, None if sample_of is None else RequestId(sample_of))
 
 
 def admit(
-    tables: Tables, request: int, token_ids: tuple[int, ...], salt: bytes = b"", like: int | None = None
+    tables: Tables, request: int, token_ids: tuple[int, ...], salt: bytes = b"", sample_of: int | None = None
 ) -> Grant:
-    grant = tables.admit(asking(request, token_ids, salt, like))
+    grant = tables.admit(asking(request, token_ids, salt, sample_of))
     tables.check()
     assert grant is not None
     return grant

@@ -12,7 +12,7 @@ from cuelight.actors.cache.tables import Tables
 from cuelight.actors.executor.stub import StubDevice, stub_host
 from cuelight.actors.scheduler import blame
 from cuelight.actors.scheduler.actor import Scheduler
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.messages import detokenizer
 from cuelight.messages.executor import ExecuteStep
 from cuelight.messages.request import RequestId, Sampling, Service
@@ -56,10 +56,10 @@ def tables_of(core: Core) -> Tables:
     return core.cache.actor._tables
 
 
-def tracked(number: int, service: Service | None = None, *, prompt: int = 4, at: float = 0.0) -> Tracked:
+def tracked(number: int, service: Service | None = None, *, prompt: int = 4, at: float = 0.0) -> Request:
     """A request as the scheduler keeps it."""
     admit = Admit(RequestId(number), (7,) * prompt, Sampling(max_tokens=4), 1000, service or Service(), at)
-    return Tracked(number, admit)
+    return Request(number, admit)
 
 
 def policy(name: str, aging_seconds: float = 10.0, **weights: float) -> SetPolicy:
@@ -134,7 +134,9 @@ def check(core: Core) -> None:
     assert len(scheduler._state._steps) <= scheduler._state._steps._steps_max
     for plan in scheduler._state._steps:
         assert 0 < sum(count for _, count, _ in plan) <= scheduler._state._budget.most
-    assert all(request.request_id in scheduler._state.requests for request in scheduler._state._gate.deferred._leaders)
+    assert all(
+        request.request_id in scheduler._state.requests for request in scheduler._state._gate.prefix_waiters._leaders
+    )
     if core.engine.waiting("scheduler") or core.engine.waiting("cache") or not scheduler._state.pool:
         return  # it is about to hear something
     assert scheduler._state._block_requests.asked is None, "nobody answers"
@@ -142,7 +144,7 @@ def check(core: Core) -> None:
         return
     assert scheduler._state._steps or not scheduler._state.requests, "nothing runs"
     plan = scheduler._state._planner.planned(scheduler._state.running.values(), others_wait=False)
-    assert not plan or not blame.may_fly(plan, scheduler._state._steps), (
+    assert not plan or not blame.may_be_in_flight(plan, scheduler._state._steps), (
         f"{[request.request_id for request, _ in plan]} could run, and the executor has room"
     )
     _check_admissions(scheduler, tables)
@@ -158,14 +160,14 @@ def _check_admissions(scheduler: Scheduler, tables: Tables) -> None:
         if request.pending:
             return
         missing, is_promised = _lacks(tables, request)
-        if request in scheduler._state._gate.deferred:
+        if request in scheduler._state._gate.prefix_waiters:
             assert is_promised, f"{request.request_id} waits for a prefix that nobody computes"
             continue
         assert missing > 0, f"{request.request_id} could be admitted, and the executor has room"
         return
 
 
-def _lacks(tables: Tables, request: Tracked) -> tuple[int, bool]:
+def _lacks(tables: Tables, request: Request) -> tuple[int, bool]:
     """By how many blocks the pool is too small for this one, and whether what it would begin with is being computed."""
     chain = Chain(request.token_ids, tables._block_size, request.salt)
     hits = tables._find_prefix(chain)

@@ -230,11 +230,11 @@ class Core:
         sampling: Sampling,
         token_limit: int = 10_000,
         service: Service = Service(),  # noqa: B008  # frozen
-        like: int | None = None,
+        sample_of: int | None = None,
     ) -> None:
         capacity = (self.device.block_count - 1) * self.device.block_size
         limit = min(token_limit, capacity)
-        first = None if like is None else RequestId(like)
+        first = None if sample_of is None else RequestId(sample_of)
         self.scheduler.tell(Admit(RequestId(request_id), tuple(prompt), sampling, limit, service, self.now(), first))
 
     def abort(self, request_id: int) -> None:

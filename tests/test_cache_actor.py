@@ -46,10 +46,10 @@ class Stage:
         admissions: tuple[Admission, ...] = (),
         token_budget: int = 1000,
         round_: int = ROUND,
-        made: int = -1,
+        copies_done: int = -1,
     ) -> Granted:
         answers_before = len(self.scheduler.heard)
-        self.cache.handle(Reserve(round_, filled, growths, admissions, token_budget, self.scheduler, made))
+        self.cache.handle(Reserve(round_, filled, growths, admissions, token_budget, self.scheduler, copies_done))
         assert len(self.scheduler.heard) == answers_before + 1
         return self.scheduler.heard[-1]
 
@@ -158,7 +158,7 @@ def test_what_a_spoilt_request_computed_is_no_prefix_but_what_it_found_still_is(
     stage.reserve(admissions=(admission(2, 13),))
     stage.reserve(filled=(Filled(RequestId(2), 8, ()),))
     assert stage.reserve(admissions=(admission(3, 9),)).grants[0].cached_tokens == 8
-    stage.cache.handle(Release((Filled(RequestId(2), 12, ()),), spoilt=(RequestId(2),)))
+    stage.cache.handle(Release((Filled(RequestId(2), 12, ()),), poisoned=(RequestId(2),)))
     assert stage.reserve(admissions=(admission(4, 13),)).grants[0].cached_tokens == 4
     stage.cache.handle(Release((Filled(RequestId(4), 12, ()), Filled(RequestId(3), 8, ()))))
     assert stage.reserve(admissions=(admission(5, 13),)).grants[0].cached_tokens == 12
@@ -254,7 +254,7 @@ def test_a_copy_is_answered_once() -> None:
 
 def test_other_samples_wait_for_the_first_one_and_copy_its_last_block() -> None:
     stage = Stage(8)
-    samples = tuple(Admission(RequestId(i), tuple(range(6)), like=RequestId(0) if i else None) for i in range(4))
+    samples = tuple(Admission(RequestId(i), tuple(range(6)), sample_of=RequestId(0) if i else None) for i in range(4))
     granted = stage.reserve(admissions=samples, token_budget=100)
     assert ids(granted) == [0]
     assert granted.deferred == (RequestId(1), RequestId(2), RequestId(3))
@@ -295,11 +295,12 @@ def found(stage: Stage) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("made", "expected"), [(-1, [0, 0, 0]), (ROUND + 1, [0, 0, 0]), (ROUND + 2, [8, 0, 0]), (ROUND + 3, [8, 4, 8])]
+    ("copies_done", "expected"),
+    [(-1, [0, 0, 0]), (ROUND + 1, [0, 0, 0]), (ROUND + 2, [8, 0, 0]), (ROUND + 3, [8, 4, 8])],
 )
-def test_a_reset_keeps_what_is_certain_to_be_in_host_memory(made: int, expected: list[int]) -> None:
+def test_a_reset_keeps_what_is_certain_to_be_in_host_memory(copies_done: int, expected: list[int]) -> None:
     stage = saving()
-    stage.cache.handle(msgspec.structs.replace(stage.reset, made=made))
+    stage.cache.handle(msgspec.structs.replace(stage.reset, copies_done=copies_done))
     figures = stage.observer.heard[-1]
     assert (figures.blocks_free, figures.blocks_cached) == (3, 0)
     assert figures.host_blocks_used == sum(expected) // 4
@@ -308,17 +309,17 @@ def test_a_reset_keeps_what_is_certain_to_be_in_host_memory(made: int, expected:
 
 def test_what_was_said_to_be_made_is_certain_for_a_scheduler_that_knows_nothing() -> None:
     stage = saving()
-    stage.reserve(round_=ROUND + 4, made=ROUND + 2)
+    stage.reserve(round_=ROUND + 4, copies_done=ROUND + 2)
     stage.cache.handle(stage.reset)
     assert found(stage) == [8, 0, 0]
 
 
 def test_rounds_of_an_earlier_scheduler_are_no_rounds_of_this_one() -> None:
     stage = saving()
-    stage.reserve(round_=ROUND + 4, made=ROUND + 3)
+    stage.reserve(round_=ROUND + 4, copies_done=ROUND + 3)
     stage.cache.handle(stage.reset)
-    stage.reserve(round_=1, made=0)
-    stage.cache.handle(msgspec.structs.replace(stage.reset, made=0))
+    stage.reserve(round_=1, copies_done=0)
+    stage.cache.handle(msgspec.structs.replace(stage.reset, copies_done=0))
     assert found(stage) == [8, 4, 8]
 
 
@@ -326,14 +327,14 @@ def test_another_memory_or_one_that_is_never_the_same_holds_nothing() -> None:
     for memory, then in ((5, 6), (5, 0), (0, 0)):
         stage = saving(memory)
         host = msgspec.structs.replace(stage.reset.host, memory=then)
-        stage.cache.handle(msgspec.structs.replace(stage.reset, host=host, made=ROUND + 3))
+        stage.cache.handle(msgspec.structs.replace(stage.reset, host=host, copies_done=ROUND + 3))
         assert stage.observer.heard[-1].host_blocks_used == 0
         assert found(stage) == [0, 0, 0]
 
 
 def test_slots_that_were_in_doubt_are_used_again() -> None:
     stage = saving()
-    stage.cache.handle(msgspec.structs.replace(stage.reset, made=ROUND + 2))
+    stage.cache.handle(msgspec.structs.replace(stage.reset, copies_done=ROUND + 2))
     slots: set[int] = set()
     for number in range(20, 24):
         granted = stage.reserve(admissions=(admission(number, 12, 100 * number),))

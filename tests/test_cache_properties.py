@@ -58,9 +58,9 @@ class CacheMachine(RuleBasedStateMachine):
     def come(self, prompt: Tokens, salt: bytes) -> None:
         self._submit(prompt, salt)
 
-    def _submit(self, prompt: Tokens, salt: bytes, like: RequestId | None = None) -> RequestId:
+    def _submit(self, prompt: Tokens, salt: bytes, sample_of: RequestId | None = None) -> RequestId:
         self.next_id += 1
-        self._admit(Admission(RequestId(self.next_id), prompt, salt, like))
+        self._admit(Admission(RequestId(self.next_id), prompt, salt, sample_of))
         return RequestId(self.next_id)
 
     @rule(data=st.data(), salt=st.sampled_from(SALTS))
@@ -77,19 +77,19 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), more=st.lists(st.integers(0, 2), max_size=2), salt=st.sampled_from((None, None, None, b"")))
     def sample(self, data: st.DataObject, more: list[int], salt: bytes | None) -> None:
         """Another sample of a request that runs, and is computed so far, or one that only says so."""
-        like = data.draw(st.sampled_from(sorted(self.model.holdings)))
-        leader = self.model.holdings[like]
+        sample_of = data.draw(st.sampled_from(sorted(self.model.holdings)))
+        leader = self.model.holdings[sample_of]
         most = min(len(leader.token_ids), len(leader.blocks) * self.model.block_size)
-        self._compute(like, (), data.draw(st.integers(leader.computed, most)), "")
+        self._compute(sample_of, (), data.draw(st.integers(leader.computed, most)), "")
         length = len(leader.token_ids) - data.draw(st.sampled_from((0, 0, 1, 2, 3)))
         prompt = (*leader.token_ids[: max(1, length)], *more)
-        self._submit(prompt, leader.salt if salt is None else salt, like)
+        self._submit(prompt, leader.salt if salt is None else salt, sample_of)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), more=st.lists(st.integers(0, 2), max_size=1))
     def retry(self, data: st.DataObject, more: list[int]) -> None:
         before = self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting))))
-        self._admit(Admission(before.request_id, (*before.token_ids, *more), before.salt, before.like))
+        self._admit(Admission(before.request_id, (*before.token_ids, *more), before.salt, before.sample_of))
 
     def _admit(self, admission: Admission) -> None:
         self._see_who_computes(admission)
@@ -122,8 +122,8 @@ class CacheMachine(RuleBasedStateMachine):
             ahead[request] = max(holding.computed, start) < alike
         if self.tables.is_being_computed(admission):
             assert any(ahead.values()), "it waits for nobody"
-        elif admission.like is not None and ahead.get(admission.like):
-            assert self.model.holdings[admission.like].computed < start, "it does not wait for the first sample"
+        elif admission.sample_of is not None and ahead.get(admission.sample_of):
+            assert self.model.holdings[admission.sample_of].computed < start, "it does not wait for the first sample"
 
     @rule()
     def answer(self) -> None:

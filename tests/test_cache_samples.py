@@ -18,7 +18,7 @@ def test_rule_recompute_last_all_but_one_token_are_found(length: int, cached: in
     tables = make_tables(20)
     source = admit(tables, 1, tokens(length)).block_ids
     fill(tables, 1, length)
-    grant = admit(tables, 2, tokens(length), like=1)
+    grant = admit(tables, 2, tokens(length), sample_of=1)
     assert grant.cached_tokens == cached
     shared = cached // 4
     assert grant.block_ids[:shared] == source[:shared]
@@ -29,9 +29,9 @@ def test_rule_recompute_last_all_but_one_token_are_found(length: int, cached: in
 def test_a_prompt_of_one_token_has_nothing_to_share() -> None:
     tables = make_tables(4)
     admit(tables, 1, tokens(1))
-    assert not tables.is_being_computed(asking(2, tokens(1), like=1))
+    assert not tables.is_being_computed(asking(2, tokens(1), sample_of=1))
     fill(tables, 1, 1)
-    assert admit(tables, 2, tokens(1), like=1).cached_tokens == 0
+    assert admit(tables, 2, tokens(1), sample_of=1).cached_tokens == 0
 
 
 def test_who_is_no_sample_copies_nothing() -> None:
@@ -46,7 +46,7 @@ def test_only_computed_tokens_are_used() -> None:
     tables = make_tables(20)
     admit(tables, 1, tokens(8))
     fill(tables, 1, 6)
-    assert admit(tables, 2, tokens(8), like=1).cached_tokens == 6
+    assert admit(tables, 2, tokens(8), sample_of=1).cached_tokens == 6
 
 
 def test_only_equal_tokens_are_used() -> None:
@@ -54,25 +54,27 @@ def test_only_equal_tokens_are_used() -> None:
     tables = make_tables(20)
     admit(tables, 1, tokens(5))
     fill(tables, 1, 7, (50, 51))
-    assert admit(tables, 2, (*tokens(5), 50, 61, 62), like=1).cached_tokens == 6
-    assert admit(tables, 3, (*tokens(5), 60), like=1).cached_tokens == 5
-    assert admit(tables, 4, (9, *tokens(4), 50), like=1).cached_tokens == 0, "the block's tokens, but not those before"
+    assert admit(tables, 2, (*tokens(5), 50, 61, 62), sample_of=1).cached_tokens == 6
+    assert admit(tables, 3, (*tokens(5), 60), sample_of=1).cached_tokens == 5
+    assert admit(tables, 4, (9, *tokens(4), 50), sample_of=1).cached_tokens == 0, (
+        "the block's tokens, but not those before"
+    )
 
 
 def test_another_salt_copies_nothing() -> None:
     tables = make_tables(20)
     admit(tables, 1, tokens(3), b"mine")
     fill(tables, 1, 3)
-    assert admit(tables, 2, tokens(3), b"yours", like=1).cached_tokens == 0
-    assert admit(tables, 3, tokens(3), b"mine", like=1).cached_tokens == 2
+    assert admit(tables, 2, tokens(3), b"yours", sample_of=1).cached_tokens == 0
+    assert admit(tables, 3, tokens(3), b"mine", sample_of=1).cached_tokens == 2
 
 
-@pytest.mark.parametrize("like", [1, 9])
-def test_a_first_sample_that_is_gone_or_was_never_there_changes_nothing(like: int) -> None:
+@pytest.mark.parametrize("sample_of", [1, 9])
+def test_a_first_sample_that_is_gone_or_was_never_there_changes_nothing(sample_of: int) -> None:
     tables = make_tables(20)
     serve(tables, 1, tokens(6))
-    assert not tables.is_being_computed(asking(2, tokens(6), like=like))
-    assert admit(tables, 2, tokens(6), like=like).cached_tokens == 4
+    assert not tables.is_being_computed(asking(2, tokens(6), sample_of=sample_of))
+    assert admit(tables, 2, tokens(6), sample_of=sample_of).cached_tokens == 4
     assert tables.take_copies() == ()
 
 
@@ -86,7 +88,7 @@ def test_a_full_block_that_nobody_else_can_find_is_copied_and_found_from_then_on
     release(tables, 1, 4)
     admit(tables, 3, tokens(16, 50))
     release(tables, 3, 0)
-    grant = admit(tables, 4, tokens(5), like=2)
+    grant = admit(tables, 4, tokens(5), sample_of=2)
     assert grant.cached_tokens == 4
     assert tables.take_copies() == (forked(source[0], grant.block_ids[0]),)
     assert admit(tables, 5, tokens(5)).block_ids[0] == grant.block_ids[0]
@@ -96,8 +98,8 @@ def test_samples_of_samples_are_copied_one_after_the_other() -> None:
     tables = make_tables(20)
     admit(tables, 1, tokens(3))
     fill(tables, 1, 3)
-    assert admit(tables, 2, tokens(3), like=1).cached_tokens == 2
-    assert admit(tables, 3, tokens(3), like=2).cached_tokens == 2
+    assert admit(tables, 2, tokens(3), sample_of=1).cached_tokens == 2
+    assert admit(tables, 3, tokens(3), sample_of=2).cached_tokens == 2
     assert tables.take_copies() == (forked(1, 2), forked(2, 3))
 
 
@@ -112,7 +114,7 @@ def test_a_sample_takes_the_full_blocks_from_host_memory_and_the_rest_from_the_f
     admit(tables, 3, tokens(24, 50))
     release(tables, 3, 0)
     assert tables.take_copies() == (saved((1, 0)),)
-    grant = admit(tables, 4, tokens(6), like=2)
+    grant = admit(tables, 4, tokens(6), sample_of=2)
     assert grant.cached_tokens == 5
     assert tables.take_copies() == (loaded((0, grant.block_ids[0])), forked(source[1], grant.block_ids[1]))
 
@@ -121,20 +123,20 @@ def test_a_sample_waits_while_the_first_one_computes_what_it_can_use() -> None:
     tables = make_tables(20)
     admit(tables, 1, tokens(11))
     for computed in range(10):
-        assert tables.is_being_computed(asking(2, tokens(11), like=1)), computed
+        assert tables.is_being_computed(asking(2, tokens(11), sample_of=1)), computed
         fill(tables, 1, computed + 1)
-    assert not tables.is_being_computed(asking(2, tokens(11), like=1))
-    assert admit(tables, 2, tokens(11), like=1).cached_tokens == 10
+    assert not tables.is_being_computed(asking(2, tokens(11), sample_of=1))
+    assert admit(tables, 2, tokens(11), sample_of=1).cached_tokens == 10
 
 
 def test_a_sample_waits_although_there_is_no_full_block() -> None:
     tables = make_tables(20)
     admit(tables, 1, tokens(3))
     assert not tables.is_being_computed(asking(2, tokens(3)))
-    assert tables.is_being_computed(asking(2, tokens(3), like=1))
-    assert not tables.is_being_computed(asking(2, (7, *tokens(2)), like=1)), "it says so, and is no sample"
+    assert tables.is_being_computed(asking(2, tokens(3), sample_of=1))
+    assert not tables.is_being_computed(asking(2, (7, *tokens(2)), sample_of=1)), "it says so, and is no sample"
     release(tables, 1, 1)
-    assert not tables.is_being_computed(asking(2, tokens(3), like=1)), "nobody computes it any more"
+    assert not tables.is_being_computed(asking(2, tokens(3), sample_of=1)), "nobody computes it any more"
 
 
 def test_a_sample_does_not_wait_for_single_tokens_behind_what_is_found_already() -> None:
@@ -143,9 +145,9 @@ def test_a_sample_does_not_wait_for_single_tokens_behind_what_is_found_already()
     admit(tables, 1, tokens(10))
     admit(tables, 2, tokens(10))
     fill(tables, 2, 8)
-    assert not tables.is_being_computed(asking(3, tokens(10), like=1))
+    assert not tables.is_being_computed(asking(3, tokens(10), sample_of=1))
     fill(tables, 1, 8)
-    assert tables.is_being_computed(asking(3, tokens(10), like=1))
+    assert tables.is_being_computed(asking(3, tokens(10), sample_of=1))
 
 
 def test_a_first_sample_whose_contents_were_forgotten_is_no_help() -> None:
@@ -153,7 +155,7 @@ def test_a_first_sample_whose_contents_were_forgotten_is_no_help() -> None:
     admit(tables, 1, tokens(7))
     fill(tables, 1, 7)
     forget(tables)
-    assert admit(tables, 2, tokens(7), like=1).cached_tokens == 0
+    assert admit(tables, 2, tokens(7), sample_of=1).cached_tokens == 0
 
 
 def test_rule_all_or_nothing_a_refused_sample_leaves_no_trace() -> None:
@@ -161,7 +163,7 @@ def test_rule_all_or_nothing_a_refused_sample_leaves_no_trace() -> None:
     admit(tables, 1, tokens(6))
     fill(tables, 1, 6)
     admit(tables, 2, tokens(3, 50))
-    assert tables.admit(asking(3, tokens(6), like=1)) is None
+    assert tables.admit(asking(3, tokens(6), sample_of=1)) is None
     assert tables.take_copies() == ()
     release(tables, 2, 0)
-    assert admit(tables, 3, tokens(6), like=1).cached_tokens == 5
+    assert admit(tables, 3, tokens(6), sample_of=1).cached_tokens == 5

@@ -26,7 +26,7 @@ def test_rule_hash_keys_nobody_waits_for_a_prefix_of_another_salt() -> None:
     tables = make_tables(20)
     admit(tables, 1, tokens(9), b"mine")
     assert tables.is_being_computed(asking(2, tokens(9), b"mine"))
-    assert not tables.is_being_computed(asking(3, tokens(9), b"yours", like=1))
+    assert not tables.is_being_computed(asking(3, tokens(9), b"yours", sample_of=1))
 
 
 def test_rule_hash_keys_a_refused_request_is_not_tried_again_with_the_digests_of_another_salt() -> None:
@@ -69,8 +69,8 @@ def test_rule_forget_prefixes_nobody_waits_for_what_nobody_will_find() -> None:
     fill(tables, 1, 6)
     assert tables.is_being_computed(asking(2, tokens(12)))
     forget(tables)
-    assert not tables.is_being_computed(asking(2, tokens(12), like=1))
-    assert admit(tables, 2, tokens(12), like=1).cached_tokens == 0
+    assert not tables.is_being_computed(asking(2, tokens(12), sample_of=1))
+    assert admit(tables, 2, tokens(12), sample_of=1).cached_tokens == 0
     assert tables.take_copies() == ()
 
 

@@ -26,7 +26,7 @@ from support import Core, expected_output
 from cuelight import errors
 from cuelight.actors.scheduler import rounds
 from cuelight.actors.scheduler.chronicle import ENDED_MAX, EVENTS_MAX, OBSTACLES_MAX
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.messages.cache import Admission
 from cuelight.messages.request import FinishReason, RequestId, Sampling, Service
 from cuelight.messages.scheduler import Admit, Explanation, Grant
@@ -161,16 +161,16 @@ def test_it_expires_and_says_of_what() -> None:
 
 def test_a_life_of_many_preemptions_is_cut_at_its_beginning_and_says_nothing_wrong() -> None:
     core = Core(0, device=WatchedDevice(100, 4))
-    scheduler, request = scheduler_of(core), Tracked(0, scheduler_admit(0))
-    chronicle = scheduler._state._timeline
-    chronicle.obstacle("the first", 1.0)
-    chronicle.obstacle("", 2.0)
+    scheduler, request = scheduler_of(core), Request(0, scheduler_admit(0))
+    timeline = scheduler._state._timeline
+    timeline.obstacle("the first", 1.0)
+    timeline.obstacle("", 2.0)
     for turn in range(EVENTS_MAX):
-        chronicle.note(request, "admitted", "", 10.0 * turn + 5)
-        chronicle.obstacle("while it ran", 10.0 * turn + 6)
-        chronicle.obstacle("", 10.0 * turn + 7)
-        chronicle.note(request, "preempted", "", 10.0 * turn + 10)
-    life = chronicle.explain(request, "waiting")
+        timeline.note(request, "admitted", "", 10.0 * turn + 5)
+        timeline.obstacle("while it ran", 10.0 * turn + 6)
+        timeline.obstacle("", 10.0 * turn + 7)
+        timeline.note(request, "preempted", "", 10.0 * turn + 10)
+    life = timeline.explain(request, "waiting")
     assert len([what for what in happened(life) if what != "kept waiting"]) == EVENTS_MAX
     assert "while it ran" not in reasons(life)
 
@@ -181,26 +181,26 @@ def scheduler_admit(request_id: int, priority: int = 0) -> Admit:
 
 def test_memory_is_bounded_after_3000_requests() -> None:
     core = Core(0, device=WatchedDevice(1 + 8, 4), running_max=3, token_budget=16)
-    chronicle = scheduler_of(core)._state._timeline
+    timeline = scheduler_of(core)._state._timeline
 
     for request_id in range(3000):
         core.admit(request_id, [request_id % 7] * (1 + request_id % 9), Sampling(max_tokens=1 + request_id % 3))
         core.step()
     core.run()
-    assert len(chronicle._ended) == ENDED_MAX and not chronicle._events
-    assert len(chronicle._obstacles) <= OBSTACLES_MAX
-    assert all(len(life.timeline) <= EVENTS_MAX + OBSTACLES_MAX for life in chronicle._ended.values())
+    assert len(timeline._ended) == ENDED_MAX and not timeline._events
+    assert len(timeline._obstacles) <= OBSTACLES_MAX
+    assert all(len(life.timeline) <= EVENTS_MAX + OBSTACLES_MAX for life in timeline._ended.values())
     *_, forgotten = end_order(core)[:-ENDED_MAX]
     oldest, *_, newest = end_order(core)[-ENDED_MAX:]
     assert explained(core, forgotten).state == "unknown"
     assert explained(core, oldest).state == explained(core, newest).state == "length"
-    assert sum(map(sys.getsizeof, (chronicle._ended, chronicle._obstacles))) < 200_000
+    assert sum(map(sys.getsizeof, (timeline._ended, timeline._obstacles))) < 200_000
 
 
 # When nothing moves.
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tracked], bool]) -> None:
+def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Request], bool]) -> None:
     """Steps are planned without those for whom `fault` is true."""
     sound = rounds.plan_step
 
@@ -287,7 +287,7 @@ def test_rule_liveness_whoever_was_refused_fails_and_not_who_came_in_front_of_it
     monkeypatch.setattr(tables, "admit", lambda admission: sound(admission) if admission.request_id else None)
     scheduler = scheduler_of(core)
     scheduler.handle(scheduler_admit(0))
-    assert scheduler._state._block_requests.courted == {0}
+    assert scheduler._state._block_requests.candidates == {0}
     scheduler.handle(scheduler_admit(1, priority=9))
     run_to_rest(core)
     assert core.ends()[0].reason is FinishReason.FAILED and "does not fit the block pool" in core.ends()[0].error

@@ -30,7 +30,7 @@ from support import Core, expected_output
 from cuelight.actors.scheduler.planning import plan_step
 from cuelight.actors.scheduler.policy import INPUT_TOKEN_COST, LEEWAY_TOKENS, OUTPUT_TOKEN_COST, Policy, policy_of
 from cuelight.actors.scheduler.queue import ABOUT_MAX, ABOUT_SECONDS, Queue
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.messages.request import Sampling, Service
 from cuelight.messages.scheduler import SetPolicy
 
@@ -309,7 +309,7 @@ def test_each_token_of_a_prompt_is_charged_once_and_none_that_the_cache_gave() -
 # Who takes the place of whom, for a tenant's share.
 
 
-def seats(tenants: str, first: int = 0) -> list[Tracked]:
+def seats(tenants: str, first: int = 0) -> list[Request]:
     """Running requests of tenants with names of one letter."""
     running = [tracked(first + i, Service(tenant)) for i, tenant in enumerate(tenants)]
     for request in running:
@@ -317,9 +317,9 @@ def seats(tenants: str, first: int = 0) -> list[Tracked]:
     return running
 
 
-def usurp(queue: Queue, running: Sequence[Tracked], **options: Any) -> tuple[int, int] | None:
+def claim(queue: Queue, running: Sequence[Request], **options: Any) -> tuple[int, int] | None:
     """The numbers of who comes in and who gives way, where each of those that run has a seat."""
-    pair = queue.usurpation(running, len(running), lambda _: 1.0, **options)
+    pair = queue.find_claim(running, len(running), lambda _: 1.0, **options)
     return None if pair is None else (pair[0].number, pair[1].number)
 
 
@@ -331,60 +331,60 @@ def waiting_for(*tenants: str, name: str = "fair", **weights: float) -> Queue:
 
 
 def test_one_that_has_less_than_its_share_takes_the_newest_place_of_whoever_has_most() -> None:
-    assert usurp(waiting_for("b"), seats("aaaa")) == (100, 3)
-    assert usurp(waiting_for("c"), seats("abbbab")) == (100, 5)
-    assert usurp(waiting_for("a", "b", "a"), seats("aaaa")) == (101, 3)
-    assert usurp(waiting_for("b"), seats("aaab")) == (100, 2)
-    assert usurp(waiting_for("b"), seats("aabb")) is None, "it has its share"
-    assert usurp(waiting_for("b"), seats("aab")) is None, "the other would want it back"
-    assert usurp(waiting_for("b"), seats("a")) is None, "nor is the last place taken"
+    assert claim(waiting_for("b"), seats("aaaa")) == (100, 3)
+    assert claim(waiting_for("c"), seats("abbbab")) == (100, 5)
+    assert claim(waiting_for("a", "b", "a"), seats("aaaa")) == (101, 3)
+    assert claim(waiting_for("b"), seats("aaab")) == (100, 2)
+    assert claim(waiting_for("b"), seats("aabb")) is None, "it has its share"
+    assert claim(waiting_for("b"), seats("aab")) is None, "the other would want it back"
+    assert claim(waiting_for("b"), seats("a")) is None, "nor is the last place taken"
 
 
 def test_with_one_tenant_or_another_policy_nobody_gives_way() -> None:
-    assert usurp(waiting_for("a", "a"), seats("aaaa")) is None
-    assert usurp(waiting_for(), seats("aaab")) is None, "nobody waits"
+    assert claim(waiting_for("a", "a"), seats("aaaa")) is None
+    assert claim(waiting_for(), seats("aaab")) is None, "nobody waits"
     for name in ("fcfs", "priority", "deadline"):
-        assert usurp(waiting_for("b", name=name), seats("aaaa")) is None
+        assert claim(waiting_for("b", name=name), seats("aaaa")) is None
 
 
 def test_shares_of_places_follow_the_weights() -> None:
-    assert usurp(waiting_for("b", b=3.0), seats("aaaabbbb")) == (100, 3)
-    assert usurp(waiting_for("b", b=3.0), seats("aabbbbbb")) is None
-    assert usurp(waiting_for("b", a=3.0), seats("aaaaaab")) is None
-    assert usurp(waiting_for("b", a=3.0), seats("aaaaaaa")) == (100, 6)
+    assert claim(waiting_for("b", b=3.0), seats("aaaabbbb")) == (100, 3)
+    assert claim(waiting_for("b", b=3.0), seats("aabbbbbb")) is None
+    assert claim(waiting_for("b", a=3.0), seats("aaaaaab")) is None
+    assert claim(waiting_for("b", a=3.0), seats("aaaaaaa")) == (100, 6)
 
 
 def test_a_queue_that_wants_more_than_its_share_takes_only_half_of_that() -> None:
     many = ["b"] * 10
-    assert usurp(waiting_for(*many), seats("aaaaaaab")) == (100, 6)
-    assert usurp(waiting_for(*many), seats("aaaaaabb")) is None
-    assert usurp(waiting_for("b", "b"), seats("aaaaaabb")) == (100, 5), "two fit its share"
+    assert claim(waiting_for(*many), seats("aaaaaaab")) == (100, 6)
+    assert claim(waiting_for(*many), seats("aaaaaabb")) is None
+    assert claim(waiting_for("b", "b"), seats("aaaaaabb")) == (100, 5), "two fit its share"
 
 
 def test_whoever_has_received_more_beyond_the_leeway_takes_no_place() -> None:
     queue, running = waiting_for("b"), seats("aaaa")
     queue.charge(tracked(0, Service("b")), LEEWAY_TOKENS)
-    assert usurp(queue, running) == (100, 3)
+    assert claim(queue, running) == (100, 3)
     queue.charge(tracked(0, Service("b")), 1.0)
-    assert usurp(queue, running) is None
+    assert claim(queue, running) is None
     queue.charge(running[0], 1.0)
-    assert usurp(queue, running) == (100, 3)
+    assert claim(queue, running) == (100, 3)
 
 
 def test_whoever_was_let_in_for_its_share_is_spared_and_who_cannot_come_in_takes_no_place() -> None:
     queue, running = waiting_for("b"), seats("aaaa")
-    running[3].is_sheltered = True
-    assert usurp(queue, running) == (100, 2)
+    running[3].is_protected = True
+    assert claim(queue, running) == (100, 2)
     assert queue.victim(running).number == 2
     for request in running:
-        request.is_sheltered = True
-    assert usurp(queue, running) is None
+        request.is_protected = True
+    assert claim(queue, running) is None
     assert queue.victim(running).number == 3, "somebody has to lose its blocks"
     assert waiting_for(name="fcfs").victim(running).number == 3
     running = seats("aaaa")
-    assert usurp(queue, running, is_aside=lambda request: request.number == 100) is None
+    assert claim(queue, running, is_aside=lambda request: request.number == 100) is None
     queue.head(1)[0].pending = 1
-    assert usurp(queue, running) is None, "its tokens in flight have not arrived"
+    assert claim(queue, running) is None, "its tokens in flight have not arrived"
 
 
 def test_of_blocks_a_request_takes_only_what_leaves_the_other_no_less() -> None:
@@ -392,10 +392,10 @@ def test_of_blocks_a_request_takes_only_what_leaves_the_other_no_less() -> None:
     queue.join(tracked(100, Service("b"), prompt=40))
     for request, capacity in zip(running, (16, 16, 32, 36), strict=True):
         request.capacity = capacity
-    pair = queue.usurpation(running, 100.0, Tracked.slots)
+    pair = queue.find_claim(running, 100.0, Request.slots)
     assert pair is not None and pair[1] is running[3]
     running.pop()
-    assert queue.usurpation(running, 100.0, Tracked.slots) is None, "32 and 40 would be unfair the other way"
+    assert queue.find_claim(running, 100.0, Request.slots) is None, "32 and 40 would be unfair the other way"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -407,22 +407,22 @@ def test_places_change_hands_a_few_times_and_never_go_back(seed: int) -> None:
     queue = waiting_for(*chance.choices("abcd", k=chance.randint(1, 30)), **weights)
     before, taken, gave = len(running), set[str](), set[str]()
     for _ in range(len(running) + 1):
-        if (pair := queue.usurpation(running, before, lambda _: 1.0)) is None:
+        if (pair := queue.find_claim(running, before, lambda _: 1.0)) is None:
             break
-        usurper, victim = pair
+        claimant, victim = pair
         held = [request.service.tenant for request in running]
         share = before * weights[victim.service.tenant] / sum(weights[t] for t in {*held, *queue._lanes})
         assert held.count(victim.service.tenant) > share
-        taken.add(usurper.service.tenant)
+        taken.add(claimant.service.tenant)
         gave.add(victim.service.tenant)
         running.remove(victim)
         victim.evict(0.0)
         victim.preemptions += 1
         queue.join(victim)
-        queue.leave(usurper)
-        usurper.admit(0, 0.0)
-        usurper.is_sheltered = True
-        running.append(usurper)
+        queue.leave(claimant)
+        claimant.admit(0, 0.0)
+        claimant.is_protected = True
+        running.append(claimant)
     else:
         raise AssertionError("it does not end")
     assert not taken & gave
@@ -431,14 +431,14 @@ def test_places_change_hands_a_few_times_and_never_go_back(seed: int) -> None:
 # How tenants share a step.
 
 
-def prompts_of(tenants: str, tokens: int) -> list[Tracked]:
+def prompts_of(tenants: str, tokens: int) -> list[Request]:
     running = [tracked(i, Service(tenant), prompt=tokens) for i, tenant in enumerate(tenants)]
     for request in running:
         request.admit(0, 0.0)
     return running
 
 
-def shared(queue: Queue, running: Sequence[Tracked], *, now: float = 0.0, budget: int = 100) -> dict[int, int]:
+def shared(queue: Queue, running: Sequence[Request], *, now: float = 0.0, budget: int = 100) -> dict[int, int]:
     """Tokens of each request in a step in which one tenant's prompts may have 20."""
     plan = plan_step(running, budget, 20, others_wait=False, turns=lambda: queue.turns(running, now))
     return {request.number: count for request, count in plan}
@@ -471,8 +471,8 @@ def test_a_tenant_with_a_queue_takes_short_steps_while_another_is_about() -> Non
     queue.join(other)
     queue.leave(other)
     assert shared(queue, running, now=5.0) == {0: 20}
-    assert queue.sated(running, queue.turns(running, 5.0), 140) == {"a"}  # type: ignore[arg-type]  # two are about
-    assert queue.sated(running, queue.turns(running, 5.0), 141) == set()  # type: ignore[arg-type]
+    assert queue.saturated_tenants(running, queue.turns(running, 5.0), 140) == {"a"}  # type: ignore[arg-type]  # two are about
+    assert queue.saturated_tenants(running, queue.turns(running, 5.0), 141) == set()  # type: ignore[arg-type]
     assert shared(queue, running, now=5.0 + ABOUT_SECONDS) == {0: 20}
     assert shared(queue, running, now=5.1 + ABOUT_SECONDS) == {0: 50, 1: 50}, "it has not come for long"
     assert queue.turns(prompts_of("ab", 9), 1e9) is not None, "one that runs is about"
@@ -677,7 +677,7 @@ def test_the_policy_changes_while_a_hundred_wait_and_some_run(seed: int) -> None
     scheduler = scheduler_of(core)
     step_until(core, lambda: scheduler._state._queue._policy.rank(tracked(0, Service(priority=1))) == (-1e6, 0))
     # Whoever had been chosen by then, the rest follow by priority alone.
-    begun = set(device.order()) | set(scheduler._state.running) | set(scheduler._state._block_requests.courted)
+    begun = set(device.order()) | set(scheduler._state.running) | set(scheduler._state._block_requests.candidates)
     finish(core)
     rest = [request_id for request_id in device.order() if request_id not in begun]
     assert len(rest) > 30

@@ -18,7 +18,7 @@ from cuelight.actors.detokenizer.actor import Detokenizer
 from cuelight.actors.executor.actor import Executor
 from cuelight.actors.intake.actor import Intake
 from cuelight.actors.scheduler.actor import Scheduler
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.actors.scheduler.workload import SchedulerState
 from cuelight.config import EngineConfig, EngineOptions, ModelFacts
 from cuelight.kernel import (
@@ -718,7 +718,7 @@ def test_a_scheduler_that_plans_otherwise_differs_at_the_message_it_planned_at(
     preempting = []
     preempt = SchedulerState.preempt
 
-    def remember(self: SchedulerState, request: Tracked, why: str) -> None:
+    def remember(self: SchedulerState, request: Request, why: str) -> None:
         preempting.append(request.request_id)
         preempt(self, request, why)
         if len(preempting) == 3:

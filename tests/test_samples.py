@@ -20,7 +20,7 @@ PROMPT = list(range(500, 541))
 
 def samples(core: Core, count: int, sampling: Sampling, prompt: list[int] = PROMPT) -> None:
     for request_id in range(count):
-        core.admit(request_id, prompt, sampling, like=0 if request_id else None)
+        core.admit(request_id, prompt, sampling, sample_of=0 if request_id else None)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 10, 16, 17, 41])
@@ -93,7 +93,7 @@ def test_the_others_go_on_when_the_first_one_has_left() -> None:
 def test_samples_of_different_salts_share_nothing() -> None:
     core = Core(0, device=WatchedDevice(100, 16))
     for request_id, salt in enumerate(["", "a", "b"]):
-        core.admit(request_id, PROMPT, Sampling(max_tokens=2), service=Service(cache_salt=salt), like=0)
+        core.admit(request_id, PROMPT, Sampling(max_tokens=2), service=Service(cache_salt=salt), sample_of=0)
     finish(core)
     assert all(end.usage.cached_tokens == 0 for end in core.ends().values())
 

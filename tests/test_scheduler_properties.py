@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from scheduling import WatchedDevice, check, finish, is_live, policy, scheduler_of
 from support import Core, expected_output
 
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.messages.request import FinishReason, Sampling, Service
 from cuelight.messages.scheduler import SetPolicy
 
@@ -106,7 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.faults = 0
 
     @property
-    def running(self) -> list[Tracked]:
+    def running(self) -> list[Request]:
         return list(scheduler_of(self.core)._state.running.values())
 
     @rule(prompt=prompts(), sampling=samplings, service=services, count=st.sampled_from([1, 2, 4]))
@@ -122,11 +122,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), sampling=samplings, count=st.sampled_from([1, 3]))
     def sample(self, data: st.DataObject, sampling: Sampling, count: int) -> None:
         """More outputs for the prompt of one that may be over by now."""
-        like = data.draw(st.sampled_from(sorted(self.asked)))
-        first = self.asked[like]
+        sample_of = data.draw(st.sampled_from(sorted(self.asked)))
+        first = self.asked[sample_of]
         for request_id in range(len(self.asked), len(self.asked) + count):
             self.asked[request_id] = Asked(first.prompt, sampling, first.service, self.core.now())
-            self.core.admit(request_id, first.prompt, sampling, service=first.service, like=like)
+            self.core.admit(request_id, first.prompt, sampling, service=first.service, sample_of=sample_of)
 
     @rule(count=st.integers(1, 12))
     def deliver(self, count: int) -> None:
@@ -183,7 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.core.scheduler.tell(policy("fcfs"))
         finish(self.core, steps_max=20_000)
-        assert not scheduler_of(self.core)._state._gate.deferred
+        assert not scheduler_of(self.core)._state._gate.prefix_waiters
         assert self.core.ends().keys() == self.asked.keys(), "everybody ends, nobody starves"
         for request_id, asked in self.asked.items():
             self._compare(request_id, asked)

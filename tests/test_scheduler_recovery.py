@@ -159,23 +159,23 @@ def test_several_fail_one_after_another_and_the_others_go_on(seed: int) -> None:
 
 def test_whoever_was_there_twice_runs_alone_until_it_has_sampled_two_tokens() -> None:
     suspects = [tracked(number) for number in range(3)]
-    assert blame.blame(suspects, from_outside=False) is None
+    assert blame.attribute_crash(suspects, from_outside=False) is None
     assert not any(each.suspect for each in suspects)
-    assert blame.blame(suspects[:2], from_outside=False) is None
+    assert blame.attribute_crash(suspects[:2], from_outside=False) is None
     assert [each.suspect for each in suspects] == [True, True, False]
     first, second, third = suspects
-    assert blame.may_fly([(first, 1)], [[(first, 1, 0)]])
-    assert not blame.may_fly([(first, 1)], [[(third, 1, 0)]])
-    assert not blame.may_fly([(third, 1)], [[(first, 1, 0)]])
-    assert blame.may_fly([(third, 1)], [[(third, 1, 0)]])
-    blame.sampled(first)
+    assert blame.may_be_in_flight([(first, 1)], [[(first, 1, 0)]])
+    assert not blame.may_be_in_flight([(first, 1)], [[(third, 1, 0)]])
+    assert not blame.may_be_in_flight([(third, 1)], [[(first, 1, 0)]])
+    assert blame.may_be_in_flight([(third, 1)], [[(third, 1, 0)]])
+    blame.clear_if_sampled(first)
     assert first.suspect
-    blame.sampled(first)
+    blame.clear_if_sampled(first)
     assert (first.suspect, first.crashes) == (False, 0)
-    assert blame.blame([second], from_outside=True) is None
-    assert blame.blame([second], from_outside=True) is None
-    assert blame.blame([second], from_outside=True) is second
-    assert blame.blame([], from_outside=False) is None
+    assert blame.attribute_crash([second], from_outside=True) is None
+    assert blame.attribute_crash([second], from_outside=True) is None
+    assert blame.attribute_crash([second], from_outside=True) is second
+    assert blame.attribute_crash([], from_outside=False) is None
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from cuelight import errors
 from cuelight.actors.intake.departures import DepartureRate
 from cuelight.actors.intake.refusal import Refused
 from cuelight.actors.intake.service import PRIORITY_MAX, check_service, parse_service
-from cuelight.actors.scheduler.deadlines import Deadlines
+from cuelight.actors.scheduler.deadlines import RequestDeadlines
 from cuelight.config import POLICIES, EngineConfig
 from cuelight.kernel import Timer
 from cuelight.messages.request import FinishReason, Refusal, RequestId, Sampling, Service
@@ -297,9 +297,9 @@ def test_a_deadline_ends_a_request_in_any_state(state: str, seed: int) -> None:
         "running": lambda: victim.running,
         "in flight": lambda: victim.pending > 0,
         "preempted": lambda: victim.preemptions > 0 and not victim.running,
-        "set aside": lambda: victim in scheduler._state._gate.deferred,
+        "set aside": lambda: victim in scheduler._state._gate.prefix_waiters,
         "asked for": lambda: (
-            victim.request_id in scheduler._state._block_requests.courted
+            victim.request_id in scheduler._state._block_requests.candidates
             and scheduler._state._block_requests.asked is not None
         ),
     }
@@ -343,7 +343,7 @@ class Timers:
 
 def test_ten_thousand_deadlines_use_one_timer() -> None:
     timers = Timers()
-    deadlines = Deadlines(timers.after)
+    deadlines = RequestDeadlines(timers.after)
     requests = [tracked(n, Service(deadline_seconds=10.0 + n, queue_seconds=20_000.0)) for n in range(10_000)]
     for request in requests:
         deadlines.add(request, now=0.0)
@@ -358,7 +358,7 @@ def test_ten_thousand_deadlines_use_one_timer() -> None:
 
 
 def test_deadlines_far_ahead_are_not_kept_for_those_that_are_over() -> None:
-    deadlines = Deadlines(Timers().after)
+    deadlines = RequestDeadlines(Timers().after)
     for number in range(20_000):
         request = tracked(number, Service(deadline_seconds=1e9, queue_seconds=1e8))
         deadlines.add(request, now=0.0)

@@ -212,7 +212,7 @@ def test_more_than_can_be_set_aside_still_all_end() -> None:
         if not core.step():
             break
     outputs_are_right(core, range(DEFERRED_MAX + 100), Sampling(max_tokens=1))
-    assert not scheduler_of(core)._state._gate.deferred
+    assert not scheduler_of(core)._state._gate.prefix_waiters
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -248,19 +248,19 @@ def test_the_same_prompt_many_times_is_computed_once_but_for_its_last_block() ->
         core.admit(request_id, PREFIX, Sampling(max_tokens=1))
     finish(core)
     assert device.computed() == 40 + 9 * 4, "one token at least is left to compute, so the last block is"
-    assert not scheduler_of(core)._state._gate.deferred
+    assert not scheduler_of(core)._state._gate.prefix_waiters
 
 
-@pytest.mark.parametrize(("shared", "like", "enough"), [(9, None, 8), (39, None, 36), (40, 0, 39)])
-def test_nobody_waits_for_tokens_that_it_cannot_share(shared: int, like: int | None, enough: int) -> None:
+@pytest.mark.parametrize(("shared", "sample_of", "enough"), [(9, None, 8), (39, None, 36), (40, 0, 39)])
+def test_nobody_waits_for_tokens_that_it_cannot_share(shared: int, sample_of: int | None, enough: int) -> None:
     """Tokens of a block that differs before its end, and the last token (rule `recompute-last`)."""
     core = Core(0, device=WatchedDevice(100, 4), token_budget=enough)
-    core.admit(0, PREFIX if like == 0 else [*PREFIX[: enough + 1], 0], Sampling(max_tokens=4))
-    core.admit(1, PREFIX if like == 0 else [*PREFIX[:shared], 1, 2], Sampling(max_tokens=4), like=like)
+    core.admit(0, PREFIX if sample_of == 0 else [*PREFIX[: enough + 1], 0], Sampling(max_tokens=4))
+    core.admit(1, PREFIX if sample_of == 0 else [*PREFIX[:shared], 1, 2], Sampling(max_tokens=4), sample_of=sample_of)
     scheduler = scheduler_of(core)
-    step_until(core, lambda: scheduler._state._gate.deferred)
+    step_until(core, lambda: scheduler._state._gate.prefix_waiters)
     leader = scheduler._state.running[RequestId(0)]
     step_until(core, lambda: leader.computed >= enough)
-    assert leader.computed == enough < leader.prefill_tokens and not scheduler._state._gate.deferred
+    assert leader.computed == enough < leader.prefill_tokens and not scheduler._state._gate.prefix_waiters
     finish(core)
     assert core.ends()[1].usage.cached_tokens >= enough

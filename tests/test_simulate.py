@@ -21,8 +21,8 @@ from cuelight.actors.executor.stub import StubDevice
 from cuelight.actors.intake.actor import Intake
 from cuelight.actors.intake.ledger import Ledger
 from cuelight.actors.scheduler import blame
-from cuelight.actors.scheduler.endings import Endings
-from cuelight.actors.scheduler.flights import Flights
+from cuelight.actors.scheduler.endings import UnconfirmedEnds
+from cuelight.actors.scheduler.flights import InFlightSteps
 from cuelight.actors.scheduler.next_step import StepLoop
 from cuelight.client import Inbox
 from cuelight.messages.cache import Filled, Reset
@@ -168,12 +168,12 @@ def _takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _voids_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler goes on counting on steps that are lost."""
-    monkeypatch.setattr(Flights, "void", lambda _: [])
+    monkeypatch.setattr(InFlightSteps, "void", lambda _: [])
 
 
 def _closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler remembers every end for ever."""
-    monkeypatch.setattr(Endings, "close", lambda *_: None)
+    monkeypatch.setattr(UnconfirmedEnds, "close", lambda *_: None)
 
 
 def _blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,9 +42,9 @@ class CacheManager(Actor[CacheMessage]):
         match message:
             case Reserve():
                 self._reserve(message)
-            case Release(spoilt=spoilt):
+            case Release(poisoned=poisoned):
                 for filled in message.released:
-                    self._tables.release(filled, is_spoilt=filled.request_id in spoilt)
+                    self._tables.release(filled, is_poisoned=filled.request_id in poisoned)
             case Reset():
                 self._reset(message)
             case ForgetPrefixes():
@@ -57,7 +57,7 @@ class CacheManager(Actor[CacheMessage]):
             self._observer.tell(figures)
 
     def _reserve(self, message: Reserve) -> None:
-        self._tables.host.confirm(message.made)
+        self._tables.host.confirm(message.copies_done)
         for filled in message.filled:
             self._tables.fill(filled)
         grants: list[scheduler.Grant] = []
@@ -123,7 +123,7 @@ class CacheManager(Actor[CacheMessage]):
         if message.host.memory != self._host_memory or not self._host_memory:
             return None
         slots = self._tables.host
-        slots.confirm(message.made)
+        slots.confirm(message.copies_done)
         slots.forget_doubtful()
         _log.info("host_memory_kept", blocks=slots.used_count)
         return slots

@@ -130,7 +130,7 @@ class Tables:
         assert table is not None, f"request {filled.request_id} was filled and holds no table"
         self._fill(table, filled)
 
-    def release(self, filled: Filled, *, is_spoilt: bool = False) -> None:
+    def release(self, filled: Filled, *, is_poisoned: bool = False) -> None:
         """Fill, then free the table, its tail first. Harmless for a request that holds nothing.
 
         Nobody finds from now on what a spoilt one has computed.
@@ -139,7 +139,7 @@ class Tables:
         table = self._tables.pop(filled.request_id, None)
         if table is None:
             return
-        if is_spoilt:
+        if is_poisoned:
             table.is_private = True
             for block in table.blocks[table.found_blocks :]:
                 self.pool.unindex(block)
@@ -250,9 +250,9 @@ class Tables:
 
     def _leader(self, admission: Admission) -> _Table | None:
         """The table of the request whose other sample this one is, if its contents can be used."""
-        if admission.like is None:
+        if admission.sample_of is None:
             return None
-        table = self._tables.get(admission.like)
+        table = self._tables.get(admission.sample_of)
         return None if table is None or table.is_private else table
 
     def _chain(self, admission: Admission) -> Chain:

@@ -195,9 +195,9 @@ class Intake(Actor[IntakeInbox]):
             _reject(submit.reply_to, request_id, refused)
             return
         now = self._clock.now()
-        live = Live(submit.reply_to, sampling, service, now, submit.like, submit.is_accepted, submit.output)
+        live = Live(submit.reply_to, sampling, service, now, submit.sample_of, submit.is_accepted, submit.output)
         self._ledger[request_id] = live
-        first = None if live.like is None else self._ledger.get(live.like)
+        first = None if live.sample_of is None else self._ledger.get(live.sample_of)
         if first is not None and first.stage is Stage.ENCODING:
             first.samples.append(request_id)
         elif first is not None and first.token_ids:
@@ -263,7 +263,7 @@ class Intake(Actor[IntakeInbox]):
             max(self._token_limit, len(live.token_ids) + 1),
             self._limits.isolated(live.service),
             live.submitted_at,
-            live.like,
+            live.sample_of,
             live.output,
         )
         self._scheduler.tell(live.admit)

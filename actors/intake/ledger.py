@@ -33,7 +33,7 @@ class Live:
     sampling: Sampling
     service: Service
     submitted_at: float
-    like: RequestId | None = None
+    sample_of: RequestId | None = None
     is_accepted: bool = False
     output: tuple[int, ...] = ()
     stage: Stage = Stage.ENCODING

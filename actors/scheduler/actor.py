@@ -11,14 +11,14 @@ from typing import Final, TypeAlias, assert_never
 
 import msgspec
 
-from cuelight.actors.scheduler.endings import Endings
-from cuelight.actors.scheduler.flights import Flights
+from cuelight.actors.scheduler.endings import UnconfirmedEnds
+from cuelight.actors.scheduler.flights import InFlightSteps
 from cuelight.actors.scheduler.next_step import StepLoop
-from cuelight.actors.scheduler.outbox import Neighbours, Outbox
+from cuelight.actors.scheduler.outbox import Outbox, Peers
 from cuelight.actors.scheduler.patience import EXECUTOR, REPORT, START, build_watchdogs
-from cuelight.actors.scheduler.planning import Limits
-from cuelight.actors.scheduler.recovery import Recovery
-from cuelight.actors.scheduler.reservation import Reservation
+from cuelight.actors.scheduler.planning import StepLimits
+from cuelight.actors.scheduler.recovery import RecoveryTracker
+from cuelight.actors.scheduler.reservation import BlockRequests
 from cuelight.actors.scheduler.succession import ExecutorManager
 from cuelight.actors.scheduler.workload import SchedulerState
 from cuelight.kernel import Actor, Context, Terminated, Timer, get_logger
@@ -72,37 +72,37 @@ class Scheduler(Actor[SchedulerInbox]):
     def __init__(
         self,
         context: Context[SchedulerInbox],
-        limits: Limits,
+        limits: StepLimits,
         eos_token_ids: frozenset[int],
-        neighbours: Neighbours,
+        peers: Peers,
         policy: SetPolicy,
         context_length: int | None = None,
     ) -> None:
         """`context_length` is that of a model that has taken over; None where it is still the first one."""
         self._life = context.chance.getrandbits(32)
         self._now = context.clock.now
-        self._detokenizer = neighbours.detokenizer
-        self._intake = neighbours.intake
-        self._recovery = Recovery(neighbours, limits.restarts_max)
-        self._ends = Endings()
-        self._outbox = Outbox(neighbours, self._ends)
+        self._detokenizer = peers.detokenizer
+        self._intake = peers.intake
+        self._recovery = RecoveryTracker(peers, limits.restarts_max)
+        self._ends = UnconfirmedEnds()
+        self._outbox = Outbox(peers, self._ends)
         wake_after = partial(_waking, context)
-        can_kill = neighbours.kill_executor is not None
+        can_kill = peers.kill_executor is not None
         self._watchdogs = build_watchdogs(wake_after, limits.step_timeout_seconds, can_kill=can_kill)
         # No answer to an earlier life's steps and questions is taken for one to this life's.
         first_epoch, first_round = context.chance.getrandbits(48), context.chance.getrandbits(48)
-        in_flight = Flights(
-            neighbours.executor, context.ref, limits.steps_in_flight, first_epoch, self._watchdogs.executor, self._now
+        in_flight = InFlightSteps(
+            peers.executor, context.ref, limits.steps_in_flight, first_epoch, self._watchdogs.executor, self._now
         )
-        block_requests = Reservation(neighbours.cache, context.ref, first_round, self._watchdogs.cache, self._now)
+        block_requests = BlockRequests(peers.cache, context.ref, first_round, self._watchdogs.cache, self._now)
         self._state = SchedulerState(
             limits, eos_token_ids, policy, self._outbox, in_flight, block_requests, wake_after(DEADLINES), self._now
         )
         self._steps = StepLoop(
-            self._state, in_flight, block_requests, self._outbox, neighbours.cache, self._recovery.advanced, self._now
+            self._state, in_flight, block_requests, self._outbox, peers.cache, self._recovery.advanced, self._now
         )
         self._executors = ExecutorManager(
-            context, self._state, self._steps, self._watchdogs, self._recovery, neighbours, context_length
+            context, self._state, self._steps, self._watchdogs, self._recovery, peers, context_length
         )
         self._early: list[Early] = []
         """What has come before it has heard what it must remember, and comes on top of that."""
@@ -114,7 +114,7 @@ class Scheduler(Actor[SchedulerInbox]):
 
     def started(self) -> None:
         self._intake.tell(intake.SchedulerStarted(self._life))
-        self._executors.begin()
+        self._executors.start()
 
     def handle(self, message: SchedulerInbox) -> None:
         if not self._state.is_open and isinstance(message, Early):
@@ -130,11 +130,11 @@ class Scheduler(Actor[SchedulerInbox]):
             case _Wake(what):
                 self._wake(what)
             case Admit() | Abort() | FailRequest() | StopMatched() | Explain() | SetPolicy():
-                self._hear_of_requests(message)
+                self._handle_request(message)
             case ExecutorLoading() | ExecutorReady() | ExecutorFailed() | Terminated() | Switch() | CancelSwitch():
-                self._executors.hear(message)
+                self._executors.handle(message)
             case IntakeStarted() | GetHistories() | Closed() | RestoreState():
-                self._hear_of_memory(message)
+                self._handle_recovery(message)
             case _:
                 assert_never(message)
         if self._early and self._state.is_open:
@@ -146,22 +146,22 @@ class Scheduler(Actor[SchedulerInbox]):
         early, self._early = self._early, []
         for message in early:
             if isinstance(message, GetHistories | Closed):
-                self._hear_of_memory(message)
+                self._handle_recovery(message)
             else:
-                self._hear_of_requests(message)
+                self._handle_request(message)
             self._advance()
 
     def _advance(self) -> None:
         """Send what has ended, take over with another executor, plan the next step and publish the figures."""
         self._outbox.announce()
-        self._executors.let_take_over()
+        self._executors.take_over_if_due()
         self._steps.plan(admit=True)
         self._steps.end_what_is_stuck()
         self._state.publish()
         if self._state.is_serving and not self._state.requests:
             self._recovery.settle(self._now())
 
-    def _hear_of_requests(self, message: Admit | Abort | FailRequest | StopMatched | Explain | SetPolicy) -> None:
+    def _handle_request(self, message: Admit | Abort | FailRequest | StopMatched | Explain | SetPolicy) -> None:
         match message:
             case Admit():
                 self._admit(message)
@@ -178,7 +178,7 @@ class Scheduler(Actor[SchedulerInbox]):
             case _:
                 assert_never(message)
 
-    def _hear_of_memory(self, message: IntakeStarted | GetHistories | Closed | RestoreState) -> None:
+    def _handle_recovery(self, message: IntakeStarted | GetHistories | Closed | RestoreState) -> None:
         """What others have forgotten, or remember."""
         match message:
             case IntakeStarted():
@@ -191,11 +191,11 @@ class Scheduler(Actor[SchedulerInbox]):
             case Closed():
                 self._close(message)
             case RestoreState():
-                self._remember(message)
+                self._restore(message)
             case _:
                 assert_never(message)
 
-    def _remember(self, message: RestoreState) -> None:
+    def _restore(self, message: RestoreState) -> None:
         """Begin where the scheduler before was; harmless later, and what one before was to remember is of no use."""
         if self._state.is_open or message.life != self._life:
             return
@@ -203,7 +203,7 @@ class Scheduler(Actor[SchedulerInbox]):
         if message.has_served:
             self._recovery.lost("the scheduler was lost", self._now())
         if message.policy is not None:
-            self._hear_of_requests(message.policy)
+            self._handle_request(message.policy)
         histories = dict(message.histories)
         for admit in message.admitted:
             history = histories.get(admit.request_id, ())
@@ -227,7 +227,7 @@ class Scheduler(Actor[SchedulerInbox]):
     def _admit(self, admit: Admit) -> None:
         if (request := self._state.join(admit)) is None:
             return
-        self._executors.fit(request)
+        self._executors.limit(request)
         if not request.is_over:
             self._state.end_if_complete(request)
 
@@ -236,14 +236,14 @@ class Scheduler(Actor[SchedulerInbox]):
         if what == DEADLINES:
             self._state.expire(now)
         else:
-            self._look_after(what, now)
+            self._check_peer(what, now)
 
-    def _look_after(self, neighbour: str, now: float) -> None:
+    def _check_peer(self, peer: str, now: float) -> None:
         """A neighbour that does not answer is replaced, if it can be; and whoever asks is to know why they wait."""
-        if (silence := self._watchdogs.named(neighbour).silence(now)) is not None:
-            reason = f"the {neighbour} has not answered for {round(silence, 1):g} s"
+        if (silence := self._watchdogs.named(peer).silence(now)) is not None:
+            reason = f"the {peer} has not answered for {round(silence, 1):g} s"
             self._state.note_silence(reason)
-            if neighbour in (EXECUTOR, REPORT, START):
+            if peer in (EXECUTOR, REPORT, START):
                 self._recovery.kill(reason)
 
 

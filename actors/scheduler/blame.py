@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from cuelight.actors.scheduler.planning import Planned
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.kernel import ExitCause, Terminated
 
 CRASHES_BEFORE_ALONE: Final = 2
@@ -19,7 +19,7 @@ CRASHES_BEFORE_ALONE: Final = 2
 KILLS_ALONE_MAX: Final = 3
 """So many deaths by a kill from outside, each while it ran alone, are laid at its door."""
 
-TOKENS_OF_INNOCENCE: Final = 2
+TOKENS_UNTIL_CLEARED: Final = 2
 """After so many more tokens a request has nothing to do with what happened before."""
 
 SIGNALS_FROM_OUTSIDE: Final = frozenset({"SIGKILL", "SIGTERM"})
@@ -36,7 +36,7 @@ def is_from_outside(death: Terminated, scheduler: str) -> bool:
     return False
 
 
-def blame(present: Iterable[Tracked], *, from_outside: bool) -> Tracked | None:
+def attribute_crash(present: Iterable[Request], *, from_outside: bool) -> Request | None:
     """The executor died with these requests' steps in flight: who is at fault beyond doubt, if anybody is."""
     suspects = list(dict.fromkeys(present))
     for request in suspects:
@@ -52,21 +52,21 @@ def blame(present: Iterable[Tracked], *, from_outside: bool) -> Tracked | None:
     return alone if alone.kills_alone >= KILLS_ALONE_MAX else None
 
 
-def may_fly(plan: Sequence[tuple[Tracked, int]], flights: Iterable[Sequence[Planned]]) -> bool:
+def may_be_in_flight(plan: Sequence[tuple[Request, int]], steps: Iterable[Sequence[Planned]]) -> bool:
     """Whether this step may go to the executor beside those that are there: who runs alone is alone in all of them."""
-    passengers = [plan[0][0], *[step[0][0] for step in flights]]  # for one who runs alone is the only one of its step
-    if any(each.suspect and each.crashes >= CRASHES_BEFORE_ALONE for each in passengers):
-        return len(set(passengers)) == 1
+    alone = [plan[0][0], *[step[0][0] for step in steps]]  # for one who runs alone is the only one of its step
+    if any(each.suspect and each.crashes >= CRASHES_BEFORE_ALONE for each in alone):
+        return len(set(alone)) == 1
     return True
 
 
-def sampled(request: Tracked) -> None:
+def clear_if_sampled(request: Request) -> None:
     """It has a new token: a step with it went well."""
     request.has_failed = False
     if not request.crashes:
         request.suspect = False
         return
     request.sampled_since_crash += 1
-    if request.sampled_since_crash >= TOKENS_OF_INNOCENCE:
+    if request.sampled_since_crash >= TOKENS_UNTIL_CLEARED:
         request.crashes = request.kills_alone = 0
         request.suspect = False

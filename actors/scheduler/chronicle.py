@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Final
 
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.messages.request import RequestId
 from cuelight.messages.scheduler import Explanation, Occurrence
 
@@ -19,7 +19,7 @@ EVENTS_MAX: Final = 64
 ENDED_MAX: Final = 1024
 
 
-class Chronicle:
+class Timeline:
     """The last obstacles to admission, the last events of each live request, and the lives of the last that ended."""
 
     def __init__(self) -> None:
@@ -32,13 +32,13 @@ class Chronicle:
         if why != (self._obstacles[-1][1] if self._obstacles else ""):
             self._obstacles.append((now, why))
 
-    def note(self, request: Tracked, what: str, why: str, now: float) -> None:
+    def note(self, request: Request, what: str, why: str, now: float) -> None:
         """Something happened to a request. What is still so need not be said again."""
         events = self._events.setdefault(request.request_id, deque(maxlen=EVENTS_MAX))
         if not events or events[-1][1:] != (what, why):
             events.append((now, what, why))
 
-    def end(self, request: Tracked, state: str, why: str, now: float) -> None:
+    def end(self, request: Request, state: str, why: str, now: float) -> None:
         """The request is over; its life is remembered for a while."""
         self.note(request, state, why, now)
         self._ended[request.request_id] = self.explain(request, state)
@@ -50,7 +50,7 @@ class Chronicle:
         """The life of a request that is not live."""
         return self._ended.get(request_id) or Explanation(request_id, "unknown", ())
 
-    def explain(self, request: Tracked, state: str) -> Explanation:
+    def explain(self, request: Request, state: str) -> Explanation:
         """A request's life so far, with what kept it waiting while it waited."""
         events = list(self._events.get(request.request_id, ()))
         timeline = [Occurrence(at - request.arrived_at, what, why) for at, what, why in events]
@@ -70,7 +70,7 @@ class Chronicle:
             ended = began
 
 
-def _waits(request: Tracked, events: list[tuple[float, str, str]]) -> list[tuple[float, float]]:
+def _waits(request: Request, events: list[tuple[float, str, str]]) -> list[tuple[float, float]]:
     """The stretches of time that it spent in the queue."""
     waits: list[tuple[float, float]] = []
     # With its first events forgotten, nobody knows whether it waited before those that are left.

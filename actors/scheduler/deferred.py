@@ -6,26 +6,26 @@ from collections.abc import Iterable
 from typing import Final
 
 from cuelight.actors.scheduler.planning import common_prefix
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.tracked import Request
 
 DEFERRED_MAX: Final = 256
 """Beyond so many, nobody is tried until they are admitted: looking past them for others costs more each time."""
 
 
-class Deferred:
+class PrefixWaiters:
     """Whose prefix each waits for, and how many tokens of it they share; with nobody known, until there is any news.
 
     Counts the news: whatever may let somebody in, blocks given back or prefixes computed.
     """
 
     def __init__(self) -> None:
-        self._leaders: dict[Tracked, tuple[Tracked | None, int]] = {}
-        self.news = 0
+        self._leaders: dict[Request, tuple[Request | None, int]] = {}
+        self.generation = 0
 
     def __len__(self) -> int:
         return len(self._leaders)
 
-    def __contains__(self, request: Tracked) -> bool:
+    def __contains__(self, request: Request) -> bool:
         return request in self._leaders
 
     @property
@@ -33,7 +33,7 @@ class Deferred:
         """Whether so many wait that nobody else is to be tried."""
         return len(self._leaders) >= DEFERRED_MAX
 
-    def add(self, request: Tracked, running: Iterable[Tracked], block_size: int, *, is_stale: bool) -> bool:
+    def add(self, request: Request, running: Iterable[Request], block_size: int, *, is_stale: bool) -> bool:
         """Set it aside, unless what it was to wait for has been computed or given up since (`is_stale`)."""
         leader, shared = _leader(request, running, block_size)
         if leader is None and is_stale:
@@ -41,13 +41,13 @@ class Deferred:
         self._leaders[request] = leader, shared
         return True
 
-    def forget(self, request: Tracked) -> None:
+    def forget(self, request: Request) -> None:
         """It waits no longer."""
         self._leaders.pop(request, None)
 
-    def reopen(self, source: Tracked | None) -> None:
+    def reopen(self, source: Request | None) -> None:
         """There is news: let go whoever waits for what this request has computed, or never will."""
-        self.news += 1
+        self.generation += 1
         if self._leaders:
             self._leaders = {
                 request: (leader, shared)
@@ -56,7 +56,7 @@ class Deferred:
             }
 
 
-def _leader(request: Tracked, running: Iterable[Tracked], block_size: int) -> tuple[Tracked | None, int]:
+def _leader(request: Request, running: Iterable[Request], block_size: int) -> tuple[Request | None, int]:
     """Who is computing most of what this request shares with anyone, and how many tokens that are."""
     leader, shared = None, 0
     for other in running:
@@ -67,7 +67,7 @@ def _leader(request: Tracked, running: Iterable[Tracked], block_size: int) -> tu
         # Most have nothing in common there, which one look tells.
         if request.token_ids[ahead] == other.token_ids[ahead]:
             tokens = min(common_prefix(request.token_ids, other.token_ids), end)
-            if other.request_id != request.like:  # of which only whole blocks can be found
+            if other.request_id != request.sample_of:  # of which only whole blocks can be found
                 tokens -= tokens % block_size
             if tokens > max(shared, ahead):
                 leader, shared = other, tokens

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from cuelight.actors.scheduler.allowance import AdaptiveTokenBudget
-from cuelight.actors.scheduler.deferred import DEFERRED_MAX, Deferred
-from cuelight.actors.scheduler.planning import Limits
+from cuelight.actors.scheduler.deferred import DEFERRED_MAX, PrefixWaiters
+from cuelight.actors.scheduler.planning import StepLimits
 from cuelight.actors.scheduler.queue import Queue
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.tracked import Request
 
 
-class Door:
+class AdmissionGate:
     """Between those that wait and those that run."""
 
-    def __init__(self, limits: Limits, budget: AdaptiveTokenBudget, waiting: Queue) -> None:
+    def __init__(self, limits: StepLimits, budget: AdaptiveTokenBudget, waiting: Queue) -> None:
         self._limits = limits
         self._budget = budget
         self._waiting = waiting
-        self.deferred = Deferred()
+        self.prefix_waiters = PrefixWaiters()
         # What is free does not suffice for this one. It shuts the door for as long as it is the next in line.
-        self._refused: Tracked | None = None
+        self._refused: Request | None = None
         self._changes_then = 0
         # Another one gave way to it, and still there was no room: nobody else does until one of those that run is gone.
-        self._in_vain: Tracked | None = None
-        self.holds_newcomers = False
+        self._not_helped: Request | None = None
+        self.holds_new_requests = False
         """Whether only those may come in that have been in before."""
 
     @property
@@ -32,82 +32,86 @@ class Door:
         """The most requests that may run now. A decode takes a token: more than a step has could never all go on."""
         return min(self._limits.running_max, self._budget.tokens)
 
-    def refused(self, request: Tracked | None) -> None:
+    def refused(self, request: Request | None) -> None:
         """What is free does not suffice for this one; None where it did for all that were tried."""
         self._refused = request
         self._changes_then = -1
 
-    def gave_way_in_vain(self, request: Tracked) -> None:
+    def make_no_more_room(self, request: Request) -> None:
         """It was refused though others gave way to it, and no other one can."""
-        request.is_sheltered = False
-        self._in_vain = request
+        request.is_protected = False
+        self._not_helped = request
 
-    def reopen(self, source: Tracked | None) -> None:
+    def reopen(self, source: Request | None) -> None:
         """Try again whoever was refused, or set aside for what this one has computed or never will."""
         self._refused = None
         if source is None or not source.running:
-            self._in_vain = None
-        self.deferred.reopen(source)
+            self._not_helped = None
+        self.prefix_waiters.reopen(source)
 
-    def closed(self, running: Collection[Tracked], now: float) -> str | None:
+    def closed(self, running: Collection[Request], now: float) -> str | None:
         """What keeps everybody out, whatever the next step is."""
         if len(running) >= self.running_max:
             return f"{len(running)} requests are running, as many as may"
-        if self.holds_newcomers and not self._waiting.has_returning():
+        if self.holds_new_requests and not self._waiting.has_returning():
             return "another model is about to take over, and serves whoever has not begun"
         if self._is_pool_exhausted(running, now):
             return "the blocks that are free do not suffice for the next in line"
         if any(request.suspect for request in running):
             return "requests of a failed step run alone"
-        if self.deferred.is_full:
+        if self.prefix_waiters.is_full:
             return f"{DEFERRED_MAX} requests wait for prefixes that are being computed"
         return None
 
-    def obstacle(self, running: Collection[Tracked], tokens_left: int, now: float) -> str | None:
+    def obstacle(self, running: Collection[Request], tokens_left: int, now: float) -> str | None:
         """What keeps everybody out of the next step, which has so many tokens left."""
         if (closed := self.closed(running, now)) is not None:
             return closed
         return None if tokens_left > 0 else "the requests that run use the whole token budget"
 
-    def usurpation(
-        self, running: Collection[Tracked], token_capacity: int, now: float
-    ) -> tuple[Tracked, Tracked] | None:
+    def find_claim(
+        self, running: Collection[Request], token_capacity: int, now: float
+    ) -> tuple[Request, Request] | None:
         """Where all seats are taken, or the pool's slots: who may come in for its tenant's share, and who gives way."""
-        if self.holds_newcomers:
+        if self.holds_new_requests:
             return None
         seats_are_taken = len(running) >= self.running_max
         if not seats_are_taken and not self._is_pool_exhausted(running, now):
             return None
-        if self.deferred.is_full or any(request.suspect for request in running):
+        if self.prefix_waiters.is_full or any(request.suspect for request in running):
             return None
         if seats_are_taken:
-            return self._waiting.usurpation(running, self.running_max, lambda _: 1, self._cannot_come)
-        return self._waiting.usurpation(running, token_capacity, Tracked.slots, self._cannot_come)
+            return self._waiting.find_claim(running, self.running_max, lambda _: 1, self._cannot_come)
+        return self._waiting.find_claim(running, token_capacity, Request.slots, self._cannot_come)
 
-    def candidates(self, running: Collection[Tracked], now: float) -> list[Tracked]:
+    def candidates(self, running: Collection[Request], now: float) -> list[Request]:
         """Those to try now: the head of the queue, as far as there are seats."""
         seats = min(self.running_max - len(running), self._limits.admissions_tried_max)
         return self._next_in_line(seats, running, now)
 
-    def _next_in_line(self, count: int, running: Collection[Tracked], now: float) -> list[Tracked]:
+    def _next_in_line(self, count: int, running: Collection[Request], now: float) -> list[Request]:
         """Of a tenant whose running prompts fill what it may have of a step, there is none."""
         turns = self._waiting.turns(running, now)
-        sated = self._waiting.sated(running, turns, self._limits.long_prefill_tokens) if turns is not None else ()
-        following: list[Tracked] = []
-        wanted = len(self._waiting) if self.holds_newcomers else count + len(self.deferred)
-        for request in self._waiting.head(wanted, without=sated):
-            if self.holds_newcomers and not request.preemptions:
+        saturated_tenants = (
+            self._waiting.saturated_tenants(running, turns, self._limits.long_prefill_tokens)
+            if turns is not None
+            else ()
+        )
+        following: list[Request] = []
+        wanted = len(self._waiting) if self.holds_new_requests else count + len(self.prefix_waiters)
+        for request in self._waiting.head(wanted, without=saturated_tenants):
+            if self.holds_new_requests and not request.preemptions:
                 continue
             # A preempted request comes back only when its tokens in flight have arrived (rule `tokens-in-flight`).
             if request.pending or len(following) == count:
                 break
             if (
-                request not in self.deferred
+                request not in self.prefix_waiters
             ):  # set aside, so that it does not hold up those behind it (rule `head-of-line`)
                 following.append(request)
         return following
 
-    def _is_pool_exhausted(self, running: Collection[Tracked], now: float) -> bool:
+    def _is_pool_exhausted(self, running: Collection[Request], now: float) -> bool:
         """Whether who was refused is still the next: it may have left, and others may have come before it."""
         if self._refused is None:
             return False
@@ -117,5 +121,5 @@ class Door:
             self._changes_then = self._waiting.changes
         return True
 
-    def _cannot_come(self, request: Tracked) -> bool:
-        return request is self._in_vain or request in self.deferred
+    def _cannot_come(self, request: Request) -> bool:
+        return request is self._not_helped or request in self.prefix_waiters

@@ -11,7 +11,7 @@ from cuelight.messages.request import RequestId
 Ending: TypeAlias = tuple[RequestEnded, tuple[int, ...]]
 
 
-class Endings:
+class UnconfirmedEnds:
     """How each of them ended, and with what output."""
 
     def __init__(self) -> None:

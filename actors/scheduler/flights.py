@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-from cuelight.actors.scheduler.patience import Patience
+from cuelight.actors.scheduler.patience import Watchdog
 from cuelight.actors.scheduler.planning import Planned
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.kernel import get_logger
 from cuelight.messages import executor
 from cuelight.messages.address import Address
@@ -17,7 +17,7 @@ from cuelight.messages.scheduler import StepDone, StepFailed
 log = get_logger("cuelight.scheduler")
 
 
-class Flights:
+class InFlightSteps:
     """Steps that were sent and not answered, oldest first. An epoch ends when one of its steps fails.
 
     `watchdog` runs while there are any.
@@ -29,7 +29,7 @@ class Flights:
         reply_to: Address[StepDone | StepFailed],
         steps_max: int,
         first_epoch: int,
-        watchdog: Patience,
+        watchdog: Watchdog,
         now: Callable[[], float],
     ) -> None:
         self._to = to
@@ -43,7 +43,7 @@ class Flights:
         """Of the executor that is meant by the steps."""
         self.step = 0
         """The number of the step that was sent last."""
-        self.made = -1
+        self.copies_done = -1
         """The copies of all rounds up to this one have been made."""
         self._left_batch: list[RequestId] = []
         self._copies: list[BlockCopies] = []
@@ -78,12 +78,12 @@ class Flights:
         self._copies.extend(copies)
         self._round = of_round
 
-    def leave(self, request: Tracked) -> None:
+    def leave(self, request: Request) -> None:
         """The request is in the batch no longer, from the next step on."""
         if request.in_batch:
             self._left_batch.append(request.request_id)
 
-    def send(self, plan: list[tuple[Tracked, int]]) -> None:
+    def send(self, plan: list[tuple[Request, int]]) -> None:
         """So many tokens of each of these requests are the next step."""
         rows: list[executor.Row] = []
         extensions: list[executor.Extension] = []
@@ -123,11 +123,11 @@ class Flights:
         self._copies.clear()
         log.debug("step", step=self.step, requests=len(plan), tokens=token_count)
 
-    def landed(self, done: StepDone) -> list[Planned] | None:
+    def finished(self, done: StepDone) -> list[Planned] | None:
         """What the oldest step, which this answers, has computed; None for an answer from an earlier epoch."""
         if done.epoch != self._epoch:
             return None
-        step, plan, self.made = self._plans.popleft()
+        step, plan, self.copies_done = self._plans.popleft()
         assert step == done.step, "steps end in the order they were sent"
         self._watchdog.answered(self._now())
         return plan
@@ -165,7 +165,7 @@ class Flights:
         self._watchdog.give_up()
 
 
-def _row(request: Tracked) -> executor.Row:
+def _row(request: Request) -> executor.Row:
     assert request.pending == 0, "a request enters the batch with all its tokens known"
     return executor.Row(
         request_id=request.request_id,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cuelight.actors.scheduler import blame
-from cuelight.actors.scheduler.flights import Flights
+from cuelight.actors.scheduler.flights import InFlightSteps
 from cuelight.actors.scheduler.outbox import Outbox
-from cuelight.actors.scheduler.reservation import Reservation
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.reservation import BlockRequests
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.actors.scheduler.workload import SchedulerState
 from cuelight.kernel import get_logger
 from cuelight.messages import cache, executor
@@ -33,8 +33,8 @@ class StepLoop:
     def __init__(
         self,
         state: SchedulerState,
-        steps: Flights,
-        block_requests: Reservation,
+        steps: InFlightSteps,
+        block_requests: BlockRequests,
         outbox: Outbox,
         to_cache: Address[cache.CacheMessage],
         on_step: Callable[[float], None],
@@ -59,7 +59,9 @@ class StepLoop:
             claimant = self._make_room() if admit else None
             following = self._state.plan_round(admit=admit, claimant=claimant)
             if following.growths or following.admitted:
-                self._block_requests.ask(following, self._state.running, self._state.generation, self._steps.made)
+                self._block_requests.ask(
+                    following, self._state.running, self._state.generation, self._steps.copies_done
+                )
             elif not self._send(following.plan):
                 return
 
@@ -78,7 +80,7 @@ class StepLoop:
         self._steps.copy(granted.copies, granted.round)
         for grant in granted.grants:
             self._take(grant, asked[grant.request_id])
-        is_stale = state.generation != self._block_requests.news
+        is_stale = state.generation != self._block_requests.generation
         for request_id in granted.deferred:
             if (deferred := state.requests.get(request_id)) is not None:
                 state.defer(deferred, is_stale=is_stale)
@@ -89,17 +91,17 @@ class StepLoop:
             # Whoever was just evicted must not be let in again by the same round (rule `running-first`).
             self.plan(admit=False)
         else:
-            is_all_deferred = bool(granted.deferred) and self._block_requests.courted <= set(granted.deferred)
+            is_all_deferred = bool(granted.deferred) and self._block_requests.candidates <= set(granted.deferred)
             self._go_on(short, is_stale=is_stale, is_all_deferred=is_all_deferred)
 
-    def _go_on(self, short: list[Tracked], *, is_stale: bool, is_all_deferred: bool) -> None:
+    def _go_on(self, short: list[Request], *, is_stale: bool, is_all_deferred: bool) -> None:
         """Run what fits after an answer that left requests waiting: those `short` of blocks, and those set aside."""
         state = self._state
         state.close_gate(short[0] if short and not is_stale else None)
         if short and state.find_claim() is not None:
             self.plan(admit=True)
             return
-        if short and short[0].is_sheltered and not is_stale:
+        if short and short[0].is_protected and not is_stale:
             state.make_no_more_room(short[0])
         # If all that were tried have been set aside, the next in line are tried before they lose their turn.
         if short or not is_all_deferred:
@@ -112,7 +114,7 @@ class StepLoop:
 
     def step_done(self, done: StepDone) -> None:
         """Take what the oldest step in flight has computed."""
-        if (plan := self._steps.landed(done)) is None:
+        if (plan := self._steps.finished(done)) is None:
             return
         self._on_step(self._now())
         self._state.step_done(plan, done)
@@ -136,7 +138,7 @@ class StepLoop:
         self._steps.begin_life(ready.life, ready.seconds)
         self._reset_cache()
 
-    def executor_lost(self) -> list[Tracked]:
+    def executor_lost(self) -> list[Request]:
         """Go without an executor until one is ready. Return the requests of the steps that were in flight."""
         present = [request for plan in self._steps for request, _, _ in plan]
         self._steps.end_life()
@@ -157,7 +159,7 @@ class StepLoop:
         self._state.set_end_tokens(eos_token_ids)
         self._state.set_pool(None)
 
-    def _make_room(self) -> Tracked | None:
+    def _make_room(self) -> Request | None:
         """Preempt one request for another tenant's share (one a round). Return the request that takes its place."""
         pair = self._state.find_claim()
         if pair is None or not self._state.has_tokens_left(without=pair[1]):
@@ -167,9 +169,9 @@ class StepLoop:
         self._outbox.flush_released()
         return claimant
 
-    def _send(self, plan: list[tuple[Tracked, int]]) -> bool:
+    def _send(self, plan: list[tuple[Request, int]]) -> bool:
         """Send a step to the executor, unless it is empty or may not be in flight beside the others."""
-        if not plan or not blame.may_fly(plan, self._steps):
+        if not plan or not blame.may_be_in_flight(plan, self._steps):
             return False
         self._state.count_step(sum([count for _, count in plan]))
         self._steps.send(plan)
@@ -180,7 +182,7 @@ class StepLoop:
         request = self._state.requests.get(grant.request_id)
         if request is not None and request.incarnation == incarnation:
             self._state.take_blocks(grant)
-        elif grant.request_id in self._block_requests.courted:
+        elif grant.request_id in self._block_requests.candidates:
             # It ended while it waited, so nobody has released what it is given now. One that ended or lost its blocks
             # while it ran was released behind our asking.
             self._state.return_blocks(grant)
@@ -193,4 +195,4 @@ class StepLoop:
     def _reset_cache(self) -> None:
         """Tell the cache manager that the pool is new, or is to be taken for new."""
         if (pool := self._state.pool) is not None:
-            self._cache.tell(cache.Reset(pool.block_count, pool.block_size, pool.host, self._steps.made))
+            self._cache.tell(cache.Reset(pool.block_count, pool.block_size, pool.host, self._steps.copies_done))

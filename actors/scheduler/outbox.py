@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Never
 
-from cuelight.actors.scheduler.endings import Endings
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.endings import UnconfirmedEnds
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.kernel import Role, get_logger
 from cuelight.messages import cache, detokenizer, intake, observer
 from cuelight.messages.address import Address
@@ -32,7 +32,7 @@ class ExecutorRoles:
 
 
 @dataclass(frozen=True)
-class Neighbours:
+class Peers:
     """Whom the scheduler talks to, and the roles of those whose deaths it must hear of.
 
     `kill_executor` ends the executor's life for a reason; None where it lives on threads that nobody can end.
@@ -57,13 +57,13 @@ class Neighbours:
 class Outbox:
     """Blocks to free, ends to announce, figures to publish."""
 
-    def __init__(self, to: Neighbours, endings: Endings) -> None:
+    def __init__(self, to: Peers, endings: UnconfirmedEnds) -> None:
         self._to = to
         self._endings = endings
         self._released: list[cache.Filled] = []
-        self._spoilt: list[RequestId] = []
+        self._poisoned: list[RequestId] = []
         self._ends: list[detokenizer.RequestEnded] = []
-        self._told: observer.RequestFigures | None = None
+        self._published: observer.RequestFigures | None = None
         self.counts = {
             "preemptions": 0,
             "finished": 0,
@@ -83,24 +83,24 @@ class Outbox:
         """Add one to the figures."""
         self.counts["preemptions"] += 1
 
-    def release(self, filled: cache.Filled, *, is_spoilt: bool = False) -> None:
+    def release(self, filled: cache.Filled, *, is_poisoned: bool = False) -> None:
         """These blocks are held no longer, and what the request computed is of no use to others if it is spoilt."""
         self._released.append(filled)
-        if is_spoilt:
-            self._spoilt.append(filled.request_id)
+        if is_poisoned:
+            self._poisoned.append(filled.request_id)
 
     def flush_released(self) -> None:
         """Say it now."""
         if self._released:
-            self._to.cache.tell(cache.Release(tuple(self._released), tuple(self._spoilt)))
+            self._to.cache.tell(cache.Release(tuple(self._released), tuple(self._poisoned)))
             self.forget_released()
 
     def forget_released(self) -> None:
         """Whoever would hear of it has lost all blocks."""
         self._released.clear()
-        self._spoilt.clear()
+        self._poisoned.clear()
 
-    def tokens(self, sampled: list[tuple[Tracked, int]]) -> None:
+    def tokens(self, sampled: list[tuple[Request, int]]) -> None:
         """Each of these requests has just got this token."""
         self.flush_released()
         self._to.detokenizer.tell(
@@ -111,7 +111,7 @@ class Outbox:
             )
         )
 
-    def repeat(self, request: Tracked) -> None:
+    def repeat(self, request: Request) -> None:
         """Who admits a request again may have opened a stream for it that has nothing yet."""
         self._to.detokenizer.tell(detokenizer.Histories(((request.request_id, request.output),), ()))
 
@@ -122,7 +122,7 @@ class Outbox:
         self._to.detokenizer.tell(detokenizer.Histories((), (self._endings.of(request_id),)))
         return True
 
-    def end(self, request: Tracked, reason: FinishReason, error: str, now: float, failure: FailureCause | None) -> None:
+    def end(self, request: Request, reason: FinishReason, error: str, now: float, failure: FailureCause | None) -> None:
         """The request is over."""
         usage = Usage(request.prompt_tokens, request.cached_tokens, request.output_tokens)
         elapsed = now - request.arrived_at
@@ -170,6 +170,6 @@ class Outbox:
     def publish(self, running: int, waiting: int, steps: int) -> None:
         """The figures, if they have changed."""
         figures = observer.RequestFigures(running=running, waiting=waiting, steps=steps, **self.counts)
-        if figures != self._told:
-            self._told = figures
+        if figures != self._published:
+            self._published = figures
             self._to.observer.tell(figures)

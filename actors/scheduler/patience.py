@@ -17,7 +17,7 @@ RECENT_ANSWERS: Final = 64
 LOOK_SECONDS: Final = 0.001
 """Between two looks at least, whatever rounding makes of the time that is left."""
 
-PATIENCE_SECONDS: Final = 30.0
+ANSWER_SECONDS: Final = 30.0
 """The least that the cache manager may take; from there on, people are told."""
 
 STEP_SECONDS: Final = 5.0
@@ -39,17 +39,17 @@ REPORT: Final = "executor that was asked for a report"
 START: Final = "executor that is to take the place of a lost one"
 
 
-class _Question(NamedTuple):
+class _WatchedQuestion(NamedTuple):
     asked_at: float
     size: int
 
 
-class _Answer(NamedTuple):
+class _WatchedAnswer(NamedTuple):
     seconds: float
     size: int
 
 
-class Patience:
+class Watchdog:
     """One neighbour's unanswered questions. While there are any, a timer runs; it is not moved for each of them.
 
     A question's size is what the answer takes time for; larger ones than those answered may take longer in proportion.
@@ -68,23 +68,23 @@ class Patience:
         self._least_seconds = least_seconds
         self._first_seconds = self._least_first_seconds = first_seconds
         self._fixed_seconds = fixed_seconds
-        self._asked: deque[_Question] = deque()
-        self._answers: deque[_Answer] = deque(maxlen=RECENT_ANSWERS)
-        self._longest: _Answer | None = None
+        self._asked: deque[_WatchedQuestion] = deque()
+        self._answers: deque[_WatchedAnswer] = deque(maxlen=RECENT_ANSWERS)
+        self._longest: _WatchedAnswer | None = None
         self._answered_at = 0.0
         self._timer: Timer | None = None
         self._due = 0.0
 
     def asked(self, now: float, size: int = 1) -> None:
         """It was asked something."""
-        self._asked.append(_Question(now, size))
+        self._asked.append(_WatchedQuestion(now, size))
         if self._timer is None:
             self._wake(now, self._limit(size))
 
     def answered(self, now: float) -> None:
         """It has answered what it was asked first."""
         question = self._asked.popleft()
-        answer = _Answer(now - self._since(question), question.size)
+        answer = _WatchedAnswer(now - self._since(question), question.size)
         is_forgotten = len(self._answers) == RECENT_ANSWERS and self._answers[0] is self._longest
         self._answers.append(answer)
         if is_forgotten:
@@ -105,7 +105,7 @@ class Patience:
 
     def learn(self, seconds: float) -> None:
         """An answer that nobody has asked for took so long."""
-        self._longest = max(self._longest or _Answer(seconds, 1), _Answer(seconds, 1))
+        self._longest = max(self._longest or _WatchedAnswer(seconds, 1), _WatchedAnswer(seconds, 1))
 
     def begin_again(self, seconds: float | None = None) -> None:
         """There is another one in its place, which has answered nothing yet, and needed so long to be there."""
@@ -133,7 +133,7 @@ class Patience:
             self._timer.cancel()
             self._timer = None
 
-    def _since(self, question: _Question) -> float:
+    def _since(self, question: _WatchedQuestion) -> float:
         """It sees to one question after the other."""
         return max(question.asked_at, self._answered_at)
 
@@ -150,12 +150,12 @@ class Patience:
 class Watchdogs:
     """The scheduler's: on blocks asked for, on steps, on the executor's first report, and on a new one's start."""
 
-    cache: Patience
-    executor: Patience
-    report: Patience
-    start: Patience
+    cache: Watchdog
+    executor: Watchdog
+    report: Watchdog
+    start: Watchdog
 
-    def named(self, name: str) -> Patience:
+    def named(self, name: str) -> Watchdog:
         """The one on this peer: `CACHE`, `EXECUTOR`, `REPORT` or `START`."""
         return {CACHE: self.cache, EXECUTOR: self.executor, REPORT: self.report, START: self.start}[name]
 
@@ -164,10 +164,10 @@ def build_watchdogs(
     wake_after: Callable[[str], Callable[[float], Timer]], step_timeout_seconds: float | None, *, can_kill: bool
 ) -> Watchdogs:
     """Build all four; an executor that cannot be killed is given more time: all that follows is a line in the log."""
-    least, first = (STEP_SECONDS, FIRST_STEP_SECONDS) if can_kill else (PATIENCE_SECONDS, PATIENCE_SECONDS)
+    least, first = (STEP_SECONDS, FIRST_STEP_SECONDS) if can_kill else (ANSWER_SECONDS, ANSWER_SECONDS)
     return Watchdogs(
-        cache=Patience(wake_after(CACHE), PATIENCE_SECONDS, PATIENCE_SECONDS),
-        executor=Patience(wake_after(EXECUTOR), least, first, step_timeout_seconds),
-        report=Patience(wake_after(REPORT), REPORT_SECONDS, REPORT_SECONDS),
-        start=Patience(wake_after(START), START_SECONDS, REPORT_SECONDS),
+        cache=Watchdog(wake_after(CACHE), ANSWER_SECONDS, ANSWER_SECONDS),
+        executor=Watchdog(wake_after(EXECUTOR), least, first, step_timeout_seconds),
+        report=Watchdog(wake_after(REPORT), REPORT_SECONDS, REPORT_SECONDS),
+        start=Watchdog(wake_after(START), START_SECONDS, REPORT_SECONDS),
     )

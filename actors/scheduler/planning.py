@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from cuelight.actors.scheduler.policy import Turns
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.messages.request import FinishReason
 
-Planned: TypeAlias = tuple[Tracked, int, int]
+Planned: TypeAlias = tuple[Request, int, int]
 """So many tokens of one request in one step, and the request's incarnation when it was planned.
 
 A bare tuple: one is made for each request in each step, and a named one costs a multiple.
@@ -18,7 +18,7 @@ A bare tuple: one is made for each request in each step, and a named one costs a
 
 
 @dataclass(frozen=True)
-class Limits:
+class StepLimits:
     """`token_budget` tokens a step, `running_max` requests with blocks, `steps_in_flight` steps at the executor.
 
     While others could use the budget, a prompt gets at most `long_prefill_tokens` of a step. The executor may die
@@ -36,13 +36,13 @@ class Limits:
 
 
 def plan_step(
-    running: Iterable[Tracked],
+    running: Iterable[Request],
     token_budget: int,
     long_prefill_tokens: int,
     *,
     others_wait: bool,
     turns: Callable[[], Turns | None] = lambda: None,
-) -> list[tuple[Tracked, int]]:
+) -> list[tuple[Request, int]]:
     """Every decode first, then prefill chunks in order of service, `token_budget` tokens in all.
 
     While others could use the budget, of the running ones or (`others_wait`) of those that wait, a chunk has at most
@@ -56,16 +56,16 @@ def plan_step(
     attributed to it. A request that gets no tokens is passed over; those behind it still get theirs (rule
     `skip-blocked`).
     """
-    decodes: list[tuple[Tracked, int]] = []
-    prefills: list[tuple[Tracked, int]] = []
+    decodes: list[tuple[Request, int]] = []
+    prefills: list[tuple[Request, int]] = []
     for request in running:
-        need = request.need
-        if request.suspect and need > 0:
-            return [(request, min(need, token_budget))]
-        if need == 1:
+        remaining = request.remaining
+        if request.suspect and remaining > 0:
+            return [(request, min(remaining, token_budget))]
+        if remaining == 1:
             decodes.append((request, 1))
-        elif need > 1:
-            prefills.append((request, need))
+        elif remaining > 1:
+            prefills.append((request, remaining))
     plan = decodes[:token_budget]
     budget = token_budget - len(plan)
     if prefills and (tenants := turns()) is not None:
@@ -77,28 +77,28 @@ def plan_step(
 
 
 def _chunks(
-    prefills: list[tuple[Tracked, int]], budget: int, long_tokens: int, others_wait: bool
-) -> list[tuple[Tracked, int]]:
+    prefills: list[tuple[Request, int]], budget: int, long_tokens: int, others_wait: bool
+) -> list[tuple[Request, int]]:
     if budget <= 0 or not prefills:
         return []
     eligible = len(prefills) + others_wait
     cap = max(long_tokens, budget // eligible) if eligible > 1 else budget
     counts: list[int] = []
-    for _, need in prefills:
-        counts.append(min(need, cap, budget))
+    for _, remaining in prefills:
+        counts.append(min(remaining, cap, budget))
         budget -= counts[-1]
     if not others_wait:
-        for i, (_, need) in enumerate(prefills):
-            more = min(need - counts[i], budget)
+        for i, (_, remaining) in enumerate(prefills):
+            more = min(remaining - counts[i], budget)
             counts[i] += more
             budget -= more
     return [(request, count) for (request, _), count in zip(prefills, counts, strict=True) if count]
 
 
 def _chunks_in_turns(
-    prefills: list[tuple[Tracked, int]], budget: int, long_tokens: int, others_wait: bool, turns: Turns
-) -> list[tuple[Tracked, int]]:
-    chunks: list[tuple[Tracked, int]] = []
+    prefills: list[tuple[Request, int]], budget: int, long_tokens: int, others_wait: bool, turns: Turns
+) -> list[tuple[Request, int]]:
+    chunks: list[tuple[Request, int]] = []
     is_their_turn, parts = turns.parts(prefills)
     for part in parts:
         allowed = budget if is_their_turn else min(budget, long_tokens)
@@ -120,7 +120,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     return low
 
 
-def stop_reason(request: Tracked, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+def stop_reason(request: Request, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
     """Return why the token just appended ends the request: end token, stop token, length (rule `stop-order`)."""
     sampling = request.sampling
     is_stop = (token_id in eos_token_ids and not sampling.ignore_eos) or token_id in sampling.stop_token_ids

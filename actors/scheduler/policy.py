@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.messages.scheduler import SetPolicy
 
 Rank: TypeAlias = tuple[float, int]
@@ -32,7 +32,7 @@ Whoever comes back starts level with the others: without this, its first prompt 
 class Policy:
     """`rank` orders requests. Where `is_fair`, each tenant has a lane of its own, and lanes are served by counter."""
 
-    rank: Callable[[Tracked], Rank]
+    rank: Callable[[Request], Rank]
     is_fair: bool = False
     weights: Mapping[str, float] = field(default_factory=dict)
 
@@ -60,11 +60,11 @@ class Turns:
     queued: Collection[str]
     """Those with requests that wait."""
 
-    def parts(self, prefills: Iterable[tuple[Tracked, int]]) -> tuple[bool, list[list[tuple[Tracked, int]]]]:
+    def parts(self, prefills: Iterable[tuple[Request, int]]) -> tuple[bool, list[list[tuple[Request, int]]]]:
         """Whether it is anybody's turn, and the requests of each such tenant, else of all, in order of the counters."""
-        parts: dict[str, list[tuple[Tracked, int]]] = {}
-        for request, need in prefills:
-            parts.setdefault(request.service.tenant, []).append((request, need))
+        parts: dict[str, list[tuple[Request, int]]] = {}
+        for request, remaining in prefills:
+            parts.setdefault(request.service.tenant, []).append((request, remaining))
         order = sorted(parts, key=lambda tenant: self.counters.get(tenant, 0.0))
         first = [tenant for tenant in order if self.is_turn(tenant)]
         return bool(first), [parts[tenant] for tenant in first or order]

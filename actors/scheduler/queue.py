@@ -9,9 +9,9 @@ from operator import attrgetter
 from typing import Final, TypeAlias
 
 from cuelight.actors.scheduler.policy import INPUT_TOKEN_COST, LEEWAY_TOKENS, Policy, Rank, Turns
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.tracked import Request
 
-_Place: TypeAlias = tuple[bool, Rank, int, Tracked]
+_Place: TypeAlias = tuple[bool, Rank, int, Request]
 """Preempted requests (False) before the others, then by rank, which no two share; then the ticket it holds for."""
 
 
@@ -47,7 +47,7 @@ class Queue:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._waiting: dict[Tracked, int] = {}
+        self._waiting: dict[Request, int] = {}
         self._tickets = count(1)
         self.changes = 0
         """How often anybody has joined or left; where tenants are charged, their order also changes in between."""
@@ -74,7 +74,7 @@ class Queue:
         """Whether any of them has run before."""
         return any(request.preemptions for request in self._waiting)
 
-    def join(self, request: Tracked) -> None:
+    def join(self, request: Request) -> None:
         """Wait from now on; one that was preempted before those of its lane that never ran."""
         assert request not in self._waiting, "a request waits once"
         self._waiting[request] = ticket = next(self._tickets)
@@ -92,7 +92,7 @@ class Queue:
         heapq.heappush(lane.places, (request.preemptions == 0, self._policy.rank(request), ticket, request))
         lane.length += 1
 
-    def leave(self, request: Tracked) -> None:
+    def leave(self, request: Request) -> None:
         """Wait no longer."""
         del self._waiting[request]
         self.changes += 1
@@ -107,12 +107,12 @@ class Queue:
             lane.places = [place for place in lane.places if self._holds(place)]
             heapq.heapify(lane.places)
 
-    def head(self, wanted: int, without: Container[str] = ()) -> list[Tracked]:
+    def head(self, wanted: int, without: Container[str] = ()) -> list[Request]:
         """The next `wanted` requests in the order of service, as if each were served its prompt. They go on waiting.
 
         Passes over those of tenants in `without`.
         """
-        heads: list[Tracked] = []
+        heads: list[Request] = []
         order = [(self._counters[tenant], tenant) for tenant in self._lanes if tenant not in without]
         heapq.heapify(order)
         seen: list[tuple[list[_Place], _Place]] = []
@@ -133,20 +133,20 @@ class Queue:
             heapq.heappush(places, place)
         return heads
 
-    def charge(self, request: Tracked, tokens: float) -> None:
+    def charge(self, request: Request, tokens: float) -> None:
         """The request's tenant was served so many tokens' worth."""
         if self._policy.is_fair:
             tenant = request.service.tenant
             self._counters[tenant] = self._counters.get(tenant, 0.0) + self._policy.cost(tenant, tokens)
 
-    def charge_prompt(self, request: Tracked) -> None:
+    def charge_prompt(self, request: Request) -> None:
         """More of its prompt may have been computed: each token of it is charged once, however often that happens."""
         tokens = min(request.computed, request.prompt_tokens) - request.charged_tokens
         if tokens > 0:
             request.charged_tokens += tokens
             self.charge(request, INPUT_TOKEN_COST * tokens)
 
-    def turns(self, running: Collection[Tracked], now: float) -> Turns | None:
+    def turns(self, running: Collection[Request], now: float) -> Turns | None:
         """How tenants share a step, where more than one is about.
 
         Only those that want prompts computed are compared: one that has received less and wants none keeps nobody's
@@ -163,7 +163,7 @@ class Queue:
         least = min([self._counters.get(tenant, 0.0) for tenant in [*self._lanes, *prefilling]], default=0.0)
         return Turns(self._policy, self._counters, least, self._lanes.keys())
 
-    def sated(self, running: Iterable[Tracked], turns: Turns, prefill_tokens: int) -> set[str]:
+    def saturated_tenants(self, running: Iterable[Request], turns: Turns, prefill_tokens: int) -> set[str]:
         """Tenants whose turn it is not, and whose running prompts have so many tokens yet to be computed."""
         left: dict[str, int] = {}
         for request in running:
@@ -172,13 +172,13 @@ class Queue:
                 left[tenant] = left.get(tenant, 0) + request.prefill_tokens - request.scheduled
         return {tenant for tenant, tokens in left.items() if tokens >= prefill_tokens and not turns.is_turn(tenant)}
 
-    def usurpation(
+    def find_claim(
         self,
-        running: Collection[Tracked],
+        running: Collection[Request],
         total: float,
-        size: Callable[[Tracked], float],
-        is_aside: Callable[[Tracked], bool] = lambda _: False,
-    ) -> tuple[Tracked, Tracked] | None:
+        size: Callable[[Request], float],
+        is_aside: Callable[[Request], bool] = lambda _: False,
+    ) -> tuple[Request, Request] | None:
         """Who of those that wait may take the place of whom of those that run, for the sake of their tenants' shares.
 
         `size` says how much of `total` a request holds, or would hold; those set aside cannot be let in. The one's
@@ -196,16 +196,16 @@ class Queue:
         cost = self._policy.cost
         least = min(self._lanes, key=lambda tenant: (cost(tenant, held[tenant]), self._counters[tenant]))
         most = max(held, key=lambda tenant: cost(tenant, held[tenant]))
-        usurper = self._first(self._lanes[least])
-        if usurper.pending or is_aside(usurper) or not self._lacks(least, held, total, size(usurper)):
+        claimant = self._first(self._lanes[least])
+        if claimant.pending or is_aside(claimant) or not self._lacks(least, held, total, size(claimant)):
             return None
         if self._counters[least] > self._counters.get(most, 0.0) + cost(least, LEEWAY_TOKENS):
             return None
-        theirs = [each for each in running if each.service.tenant == most and not each.is_sheltered]
+        theirs = [each for each in running if each.service.tenant == most and not each.is_protected]
         victim = max(theirs, key=self._policy.rank, default=None)
-        if victim is None or cost(most, held[most] - size(victim)) < cost(least, held[least] + size(usurper)):
+        if victim is None or cost(most, held[most] - size(victim)) < cost(least, held[least] + size(claimant)):
             return None
-        return usurper, victim
+        return claimant, victim
 
     def _lacks(self, tenant: str, held: Mapping[str, float], total: float, size: float) -> bool:
         """Whether a tenant that waits holds less than its share, or, where its queue wants more than that, than half.
@@ -229,7 +229,7 @@ class Queue:
         for request in waiting:
             self.join(request)
 
-    def victim(self, running: Iterable[Tracked]) -> Tracked:
+    def victim(self, running: Iterable[Request]) -> Request:
         """Who of these loses its blocks first: of the tenant that has received most, the last in rank.
 
         Those that are sheltered come after all others: they would only take their place back.
@@ -238,7 +238,7 @@ class Queue:
         return max(
             running,
             key=lambda each: (
-                not (is_fair and each.is_sheltered),
+                not (is_fair and each.is_protected),
                 counters.get(self._tenant(each), 0.0),
                 self._policy.rank(each),
             ),
@@ -262,7 +262,7 @@ class Queue:
             self._counters = {t: c for t, c in self._counters.items() if c >= least or t in self._lanes}
             self._counters_max = 2 * len(self._counters) + COUNTERS_MAX
 
-    def _first(self, lane: _Lane) -> Tracked:
+    def _first(self, lane: _Lane) -> Request:
         while not self._holds(lane.places[0]):
             heapq.heappop(lane.places)
         return lane.places[0][3]
@@ -271,5 +271,5 @@ class Queue:
         """Whether whoever took this place still waits for it."""
         return self._waiting.get(place[3]) == place[2]
 
-    def _tenant(self, request: Tracked) -> str:
+    def _tenant(self, request: Request) -> str:
         return request.service.tenant if self._policy.is_fair else ""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from cuelight.actors.scheduler.outbox import Neighbours
+from cuelight.actors.scheduler.outbox import Peers
 from cuelight.messages import observer
 
 
-class Recovery:
+class RecoveryTracker:
     """From a loss to the first step after it. Deaths of the executor with no step in between are counted."""
 
-    def __init__(self, neighbours: Neighbours, restarts_max: int) -> None:
-        self._observer = neighbours.observer
-        self._kill_executor = neighbours.kill_executor
+    def __init__(self, peers: Peers, restarts_max: int) -> None:
+        self._observer = peers.observer
+        self._kill_executor = peers.kill_executor
         self._restarts_max = restarts_max
         self._lost_at: float | None = None
         self._ready_at = 0.0
@@ -19,9 +19,9 @@ class Recovery:
         self._deaths = 0
         self._has_given_up = False
 
-    def replaced(self, neighbours: Neighbours) -> None:
+    def replaced(self, peers: Peers) -> None:
         """Another executor has taken over, which answers for its own deaths alone."""
-        self._kill_executor = neighbours.kill_executor
+        self._kill_executor = peers.kill_executor
         self._deaths = 0
 
     def lost(self, reason: str, now: float) -> None:

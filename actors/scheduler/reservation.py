@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from cuelight.actors.scheduler.patience import Patience
-from cuelight.actors.scheduler.rounds import Round
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.patience import Watchdog
+from cuelight.actors.scheduler.rounds import PlannedRound
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.messages import cache
 from cuelight.messages.address import Address
 from cuelight.messages.request import RequestId
 from cuelight.messages.scheduler import Granted
 
 
-class Reservation:
+class BlockRequests:
     """Tells the cache manager, with each question, what was computed since the last one.
 
     `watchdog` runs while a question is out.
@@ -24,44 +24,46 @@ class Reservation:
         to: Address[cache.CacheMessage],
         reply_to: Address[Granted],
         first_round: int,
-        watchdog: Patience,
+        watchdog: Watchdog,
         now: Callable[[], float],
     ) -> None:
         self._to = to
         self._reply_to = reply_to
         self.asked: dict[RequestId, int] | None = None
         """While it is out: the incarnations of those it asks for."""
-        self.courted: set[RequestId] = set()
+        self.candidates: set[RequestId] = set()
         """Those of the last one that waited then."""
-        self.news = 0
+        self.generation = 0
         """What there had been then."""
         self._watchdog = watchdog
         self._now = now
         self._round = first_round
-        self._prefilled: dict[RequestId, Tracked] = {}
+        self._prefilled: dict[RequestId, Request] = {}
 
-    def tell_of(self, request: Tracked) -> None:
+    def note_computed(self, request: Request) -> None:
         """With the next question: more of this one's prompt has been computed."""
         self._prefilled[request.request_id] = request
 
-    def leave(self, request: Tracked) -> None:
+    def leave(self, request: Request) -> None:
         """It gives its blocks back, and says then how far they are filled."""
         self._prefilled.pop(request.request_id, None)
 
-    def ask(self, wanted: Round, running: Mapping[RequestId, Tracked], news: int, made: int) -> None:
-        """Ask for the blocks that the round wants; say that the copies of rounds up to `made` have been made."""
+    def ask(
+        self, wanted: PlannedRound, running: Mapping[RequestId, Request], generation: int, copies_done: int
+    ) -> None:
+        """Ask for the blocks that the round wants; say that the copies of rounds up to `copies_done` have been made."""
         self._watchdog.asked(self._now())
         growing = {growth.request_id: running[growth.request_id] for growth in wanted.growths}
-        courted = {request.request_id: request for request in wanted.admitted}
-        self.asked = {request_id: request.incarnation for request_id, request in (growing | courted).items()}
-        self.courted = set(courted)
-        self.news = news
+        candidates = {request.request_id: request for request in wanted.admitted}
+        self.asked = {request_id: request.incarnation for request_id, request in (growing | candidates).items()}
+        self.candidates = set(candidates)
+        self.generation = generation
         filled = tuple([request.filled() for request in (self._prefilled | growing).values()])
         self._prefilled.clear()
         admissions = tuple([request.admission() for request in wanted.admitted])
         self._to.tell(
             cache.Reserve(
-                self._round, filled, tuple(wanted.growths), admissions, wanted.tokens_left, self._reply_to, made
+                self._round, filled, tuple(wanted.growths), admissions, wanted.tokens_left, self._reply_to, copies_done
             )
         )
 
@@ -79,7 +81,7 @@ class Reservation:
         """Await no answer any more: all blocks are lost."""
         self._end_round()
         self._watchdog.give_up()
-        self.courted.clear()
+        self.candidates.clear()
         self._prefilled.clear()
 
     def end_life(self) -> None:

@@ -7,47 +7,47 @@ from dataclasses import dataclass
 from typing import Final
 
 from cuelight.actors.scheduler.allowance import AdaptiveTokenBudget
-from cuelight.actors.scheduler.chronicle import Chronicle
-from cuelight.actors.scheduler.door import Door
-from cuelight.actors.scheduler.planning import Limits, plan_step
+from cuelight.actors.scheduler.chronicle import Timeline
+from cuelight.actors.scheduler.door import AdmissionGate
+from cuelight.actors.scheduler.planning import StepLimits, plan_step
 from cuelight.actors.scheduler.queue import Queue
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.messages import cache
 
 NEXT_IN_LINE_WAIT: Final = "the next in line wait for prompts that are being computed, or for tokens in flight"
 
 
 @dataclass(frozen=True)
-class Round:
+class PlannedRound:
     """So many tokens of each request, which want these growths first; who is let in if there are blocks for it."""
 
-    plan: list[tuple[Tracked, int]]
+    plan: list[tuple[Request, int]]
     growths: list[cache.Growth]
-    admitted: list[Tracked]
+    admitted: list[Request]
     tokens_left: int
     """Tokens of the budget that the plan does not use."""
 
 
-class Rounds:
+class AdmissionPlanner:
     """Decides rounds; changes nothing but what the chronicle says of why nobody comes in."""
 
     def __init__(
         self,
-        limits: Limits,
+        limits: StepLimits,
         budget: AdaptiveTokenBudget,
         waiting: Queue,
-        door: Door,
-        chronicle: Chronicle,
+        door: AdmissionGate,
+        timeline: Timeline,
         now: Callable[[], float],
     ) -> None:
         self._limits = limits
         self._budget = budget
         self._waiting = waiting
         self._door = door
-        self._chronicle = chronicle
+        self._timeline = timeline
         self._now = now
 
-    def planned(self, running: Collection[Tracked], *, others_wait: bool) -> list[tuple[Tracked, int]]:
+    def planned(self, running: Collection[Request], *, others_wait: bool) -> list[tuple[Request, int]]:
         """What a step of these computes; `others_wait` for a part of it."""
         return plan_step(
             running,
@@ -57,12 +57,12 @@ class Rounds:
             turns=lambda: self._waiting.turns(running, self._now()),
         )
 
-    def has_tokens_left(self, running: Iterable[Tracked], without: Tracked) -> bool:
+    def has_tokens_left(self, running: Iterable[Request], without: Request) -> bool:
         """Whether a step of these, but for one, leaves a token to others."""
         others = [request for request in running if request is not without]
         return sum([count for _, count in self.planned(others, others_wait=True)]) < self._budget.tokens
 
-    def next(self, running: Collection[Tracked], *, admit: bool, usurper: Tracked | None) -> Round:
+    def next(self, running: Collection[Request], *, admit: bool, claimant: Request | None) -> PlannedRound:
         """The next one. Only where they may be admitted do others count; with a usurper nobody else is.
 
         Its victim might come back in its place.
@@ -72,15 +72,15 @@ class Rounds:
         plan = self.planned(running, others_wait=others_wait)
         growths = [cache.Growth(r.request_id, r.scheduled + n) for r, n in plan if r.scheduled + n > r.capacity]
         tokens_left = self._budget.tokens - sum([count for _, count in plan])
-        if usurper is not None:
+        if claimant is not None:
             # It is let in even if the others' new turns leave this step nothing for it.
-            return Round(plan, growths, [usurper], max(1, tokens_left))
+            return PlannedRound(plan, growths, [claimant], max(1, tokens_left))
         admitted = self._candidates(running, tokens_left) if admit else []
         if others_wait and not admitted:
             plan = self.planned(running, others_wait=False)
-        return Round(plan, growths, admitted, tokens_left)
+        return PlannedRound(plan, growths, admitted, tokens_left)
 
-    def _candidates(self, running: Collection[Tracked], tokens_left: int) -> list[Tracked]:
+    def _candidates(self, running: Collection[Request], tokens_left: int) -> list[Request]:
         """Who is tried now, if anybody may come in."""
         if not self._waiting:
             return []
@@ -88,5 +88,5 @@ class Rounds:
         obstacle = self._door.obstacle(running, tokens_left, now)
         candidates = [] if obstacle is not None else self._door.candidates(running, now)
         if not candidates:
-            self._chronicle.obstacle(obstacle or NEXT_IN_LINE_WAIT, now)
+            self._timeline.obstacle(obstacle or NEXT_IN_LINE_WAIT, now)
         return candidates

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
-from cuelight.actors.scheduler.outbox import ExecutorRoles, Neighbours
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.outbox import ExecutorRoles, Peers
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.kernel import Context, Role, Terminated, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.executor import ExecutorMessage, GetExecutorState
@@ -21,7 +21,7 @@ M = TypeVar("M")
 log = get_logger("cuelight.scheduler")
 
 
-class Switching(Generic[M]):
+class ExecutorSwitch(Generic[M]):
     """One switch at a time, from the word that an executor is loading until it has taken over or never will."""
 
     def __init__(self, context: Context[M], roles: ExecutorRoles | None) -> None:
@@ -66,13 +66,13 @@ class Switching(Generic[M]):
         log.warning("switch_failed", executor_id=asked.executor_id, reason=reason)
         asked.reply_to.tell(SwitchFailed(asked.executor_id, reason, is_mismatch))
 
-    def found_ready(self, ready: ExecutorReady, requests: Iterable[Tracked]) -> None:
+    def found_ready(self, ready: ExecutorReady, requests: Iterable[Request]) -> None:
         """It is there. If one of the requests that it would be given does not fit, it will not take over."""
         if self._ready is None or self._ready.life != ready.life:
             self._ready = ready
             self.check(requests)
 
-    def check(self, requests: Iterable[Tracked]) -> None:
+    def check(self, requests: Iterable[Request]) -> None:
         """Whether it could serve those of these requests that it would be given: else it will not take over at all."""
         if (limit := self.token_limit) is None:
             return
@@ -95,11 +95,11 @@ class Switching(Generic[M]):
         return self._asked is not None and self._asked.recompute
 
     @property
-    def holds_newcomers(self) -> bool:
+    def holds_new_requests(self) -> bool:
         """Whether those that have not begun wait for the one that is ready, until all others are done."""
         return self._ready is not None and not self.recomputes
 
-    def is_due(self, requests: Iterable[Tracked]) -> bool:
+    def is_due(self, requests: Iterable[Request]) -> bool:
         """Whether it may take over now."""
         return self._ready is not None and (self.recomputes or not any(map(has_begun, requests)))
 
@@ -110,7 +110,7 @@ class Switching(Generic[M]):
         self._asked = self._ready = None
         return asked, ready
 
-    def neighbours(self, switch: Switch, before: Neighbours) -> Neighbours:
+    def peers(self, switch: Switch, before: Peers) -> Peers:
         """The same, with another executor."""
         role = self._role(switch.executor_id)
         kill = None if before.kill_executor is None else partial(self._context.kill, role)
@@ -123,7 +123,7 @@ class Switching(Generic[M]):
         return self._roles[executor_id]
 
 
-def has_begun(request: Tracked) -> bool:
+def has_begun(request: Request) -> bool:
     """Whether it runs, or did: what it computes belongs to the executor that is there."""
     return request.running or request.preemptions > 0
 

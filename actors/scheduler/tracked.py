@@ -9,7 +9,7 @@ from cuelight.messages.cache import Admission, Filled
 from cuelight.messages.scheduler import Admit
 
 
-class Tracked:
+class Request:
     """One live request.
 
     ```
@@ -37,9 +37,8 @@ class Tracked:
         "in_batch",
         "incarnation",
         "is_over",
-        "is_sheltered",
+        "is_protected",
         "kills_alone",
-        "like",
         "number",
         "output_limit",
         "pending",
@@ -48,10 +47,12 @@ class Tracked:
         "prompt_tokens",
         "queue_deadline",
         "queued_seconds",
+        "reported",
         "request_id",
         "running",
         "running_seconds",
         "salt",
+        "sample_of",
         "sampled_since_crash",
         "sampling",
         "scheduled",
@@ -59,7 +60,6 @@ class Tracked:
         "suspect",
         "token_ids",
         "token_limit",
-        "told",
     )
 
     def __init__(self, number: int, admit: Admit) -> None:
@@ -77,7 +77,7 @@ class Tracked:
         self.token_limit = len(token_ids) + self.output_limit
         assert self.output_limit > 0, "intake admits only what can produce a token"
         self.sampling = sampling
-        self.like = admit.like
+        self.sample_of = admit.sample_of
         self.salt = admit.service.cache_salt.encode()
         self.admitted_at = 0.0
         self.running_seconds = 0.0
@@ -109,12 +109,12 @@ class Tracked:
     def _lose_blocks(self) -> None:
         self.running = False
         # Whether another one was preempted for its tenant's share: then it is not preempted for another tenant's.
-        self.is_sheltered = False
+        self.is_protected = False
         self.in_batch = False
         self.scheduled = 0
         self.computed = 0
         self.capacity = 0
-        self.told = 0
+        self.reported = 0
         self.prefill_tokens = 0
         self.block_ids: list[int] = []
 
@@ -129,7 +129,7 @@ class Tracked:
         return tuple(self.token_ids[self.prompt_tokens :])
 
     @property
-    def need(self) -> int:
+    def remaining(self) -> int:
         """Tokens to compute before the next one can be sampled; 1 is a decode, 0 means that nothing is left to do.
 
         Nothing is left once every token the request may produce is known or being sampled (rule `no-useless-step`).
@@ -140,14 +140,14 @@ class Tracked:
     def admission(self) -> Admission:
         """The request for blocks for everything known so far; built once while nothing changes."""
         if self._admission is None or len(self._admission.token_ids) != len(self.token_ids):
-            self._admission = Admission(self.request_id, tuple(self.token_ids), self.salt, self.like)
+            self._admission = Admission(self.request_id, tuple(self.token_ids), self.salt, self.sample_of)
         return self._admission
 
     def admit(self, cached_tokens: int, now: float) -> None:
         """Blocks were granted: the first `cached_tokens` need no computing."""
         self.running = True
         self.scheduled = self.computed = cached_tokens
-        self.told = self.prefill_tokens = len(self.token_ids)
+        self.reported = self.prefill_tokens = len(self.token_ids)
         self._admission = None
         self.charged_tokens = max(self.charged_tokens, min(cached_tokens, self.prompt_tokens))
         self.admitted_at = now
@@ -177,15 +177,15 @@ class Tracked:
 
     def filled(self) -> Filled:
         """What the cache manager has not been told of the blocks' contents."""
-        news = tuple(self.token_ids[self.told : self.computed])
-        self.told = max(self.told, self.computed)
+        news = tuple(self.token_ids[self.reported : self.computed])
+        self.reported = max(self.reported, self.computed)
         return Filled(self.request_id, self.computed, news)
 
     def stop_at(self, output_tokens: int) -> None:
         """Forget output beyond the `output_tokens`-th token: its text ended there."""
         del self.token_ids[self.prompt_tokens + output_tokens :]
         # What the cache manager knows already it may keep: those tokens were computed, and its counts never fall.
-        self.computed = min(self.computed, max(self.told, len(self.token_ids)))
+        self.computed = min(self.computed, max(self.reported, len(self.token_ids)))
 
 
 def _after(start: float, seconds: float | None) -> float:

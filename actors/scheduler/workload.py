@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cuelight.actors.scheduler import blame
 from cuelight.actors.scheduler.allowance import AdaptiveTokenBudget
-from cuelight.actors.scheduler.chronicle import Chronicle
-from cuelight.actors.scheduler.deadlines import Deadlines
-from cuelight.actors.scheduler.door import Door
-from cuelight.actors.scheduler.flights import Flights
+from cuelight.actors.scheduler.chronicle import Timeline
+from cuelight.actors.scheduler.deadlines import RequestDeadlines
+from cuelight.actors.scheduler.door import AdmissionGate
+from cuelight.actors.scheduler.flights import InFlightSteps
 from cuelight.actors.scheduler.outbox import Outbox
-from cuelight.actors.scheduler.planning import Limits, Planned, stop_reason
+from cuelight.actors.scheduler.planning import Planned, StepLimits, stop_reason
 from cuelight.actors.scheduler.policy import OUTPUT_TOKEN_COST, policy_of
 from cuelight.actors.scheduler.queue import Queue
-from cuelight.actors.scheduler.reservation import Reservation
-from cuelight.actors.scheduler.rounds import Round, Rounds
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.reservation import BlockRequests
+from cuelight.actors.scheduler.rounds import AdmissionPlanner, PlannedRound
+from cuelight.actors.scheduler.tracked import Request
 from cuelight.kernel import Timer, get_logger
 from cuelight.messages import cache
 from cuelight.messages.request import FailureCause, FinishReason, RequestId
@@ -46,39 +46,39 @@ class SchedulerState:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: StepLimits,
         eos_token_ids: frozenset[int],
         policy: SetPolicy,
         outbox: Outbox,
-        steps: Flights,
-        block_requests: Reservation,
+        steps: InFlightSteps,
+        block_requests: BlockRequests,
         wake_after: Callable[[float], Timer],
         now: Callable[[], float],
     ) -> None:
         self._eos_token_ids = eos_token_ids
         self._pool: ExecutorReady | None = None
         self._is_open = False
-        self._requests: dict[RequestId, Tracked] = {}
-        self._running: dict[RequestId, Tracked] = {}
+        self._requests: dict[RequestId, Request] = {}
+        self._running: dict[RequestId, Request] = {}
         self._queue = Queue(policy_of(policy))
         self._budget = AdaptiveTokenBudget(limits.token_budget)
-        self._gate = Door(limits, self._budget, self._queue)
+        self._gate = AdmissionGate(limits, self._budget, self._queue)
         self._now = now
         self._steps = steps
         self._block_requests = block_requests
         self._outbox = outbox
-        self._deadlines = Deadlines(wake_after)
-        self._timeline = Chronicle()
-        self._planner = Rounds(limits, self._budget, self._queue, self._gate, self._timeline, self._now)
+        self._deadlines = RequestDeadlines(wake_after)
+        self._timeline = Timeline()
+        self._planner = AdmissionPlanner(limits, self._budget, self._queue, self._gate, self._timeline, self._now)
         self._arrivals = 0
 
     @property
-    def requests(self) -> Mapping[RequestId, Tracked]:
+    def requests(self) -> Mapping[RequestId, Request]:
         """All that have not ended."""
         return self._requests
 
     @property
-    def running(self) -> Mapping[RequestId, Tracked]:
+    def running(self) -> Mapping[RequestId, Request]:
         """Those that hold blocks."""
         return self._running
 
@@ -113,28 +113,28 @@ class SchedulerState:
         self._queue.reorder(policy_of(policy))
         self._gate.reopen(None)
 
-    def join(self, admit: Admit) -> Tracked | None:
+    def join(self, admit: Admit) -> Request | None:
         """A request has come; None for one that is known, of which the detokenizer is told again what it may lack."""
         if (known := self._requests.get(admit.request_id)) is not None:
             self._outbox.repeat(known)
             return None
         if self._outbox.repeat_end(admit.request_id):
             return None
-        request = Tracked(self._arrivals, admit)
+        request = Request(self._arrivals, admit)
         self._arrivals += 1
         self._requests[admit.request_id] = request
         self._queue.join(request)
         self._deadlines.add(request, self._now())
         return request
 
-    def limit(self, request: Tracked, token_limit: int) -> None:
+    def limit(self, request: Request, token_limit: int) -> None:
         """Let a request hold `token_limit` tokens at most; end one whose prompt is too long for that."""
         request.limit_to(token_limit)
         if request.token_limit > token_limit:
             reason = f"the model that has taken over holds {token_limit} tokens"
             self.end(request, FinishReason.FAILED, reason, FailureCause.NO_ROOM)
 
-    def end_if_complete(self, request: Tracked) -> None:
+    def end_if_complete(self, request: Request) -> None:
         """Of one that goes on from an earlier time, all that is missing may be the word that it has ended."""
         output = request.output
         if output and (reason := stop_reason(request, output[-1], self._eos_token_ids)) is not None:
@@ -165,15 +165,15 @@ class SchedulerState:
         if (request := self._requests.get(request_id)) is not None:
             self.end(request, reason, error, failure)
 
-    def end(self, request: Tracked, reason: FinishReason, error: str = "", failure: FailureCause | None = None) -> None:
+    def end(self, request: Request, reason: FinishReason, error: str = "", failure: FailureCause | None = None) -> None:
         """End this request."""
         now = self._now()
         del self._requests[request.request_id]
         request.is_over = True
         self._deadlines.forget(request)
-        self._gate.deferred.forget(request)
+        self._gate.prefix_waiters.forget(request)
         if request.running:
-            self._give_back(request, is_spoilt=reason is FinishReason.FAILED)
+            self._give_back(request, is_poisoned=reason is FinishReason.FAILED)
             request.stop_running(now)
             self._gate.reopen(request)
         else:
@@ -193,49 +193,49 @@ class SchedulerState:
     @property
     def generation(self) -> int:
         """How often blocks were given back or prefixes computed, which may let requests in."""
-        return self._gate.deferred.news
+        return self._gate.prefix_waiters.generation
 
-    def plan_round(self, *, admit: bool, claimant: Tracked | None) -> Round:
+    def plan_round(self, *, admit: bool, claimant: Request | None) -> PlannedRound:
         """Decide the next step, and who is admitted for it if there are blocks."""
-        return self._planner.next(self._running.values(), admit=admit, usurper=claimant)
+        return self._planner.next(self._running.values(), admit=admit, claimant=claimant)
 
-    def plan_within_blocks(self) -> list[tuple[Tracked, int]]:
+    def plan_within_blocks(self) -> list[tuple[Request, int]]:
         """Decide a step of what fits the blocks that are held."""
         plan = self._planner.planned(self._running.values(), others_wait=False)
         return [(request, count) for request, count in plan if request.scheduled + count <= request.capacity]
 
-    def find_claim(self) -> tuple[Tracked, Tracked] | None:
+    def find_claim(self) -> tuple[Request, Request] | None:
         """A request that waits and may take a running one's place for its tenant's share, and that running one."""
         if self._pool is None:
             return None
-        return self._gate.usurpation(self._running.values(), token_capacity(self._pool), self._now())
+        return self._gate.find_claim(self._running.values(), token_capacity(self._pool), self._now())
 
-    def has_tokens_left(self, without: Tracked) -> bool:
+    def has_tokens_left(self, without: Request) -> bool:
         """Whether a step of all that run, but for one, leaves a token to others."""
         return self._planner.has_tokens_left(self._running.values(), without)
 
-    def make_room(self, claimant: Tracked, victim: Tracked) -> None:
+    def make_room(self, claimant: Request, victim: Request) -> None:
         """Preempt one request for the sake of another one's tenant."""
-        claimant.is_sheltered = True
+        claimant.is_protected = True
         self.preempt(victim, f"tenant {claimant.service.tenant!r} has less than its share")
 
     def preempt_last(self) -> None:
         """Preempt the request that the policy serves last: another one needs blocks to go on."""
         self.preempt(self._queue.victim(self._running.values()), "another one needed blocks to go on")
 
-    def close_gate(self, refused: Tracked | None) -> None:
+    def close_gate(self, refused: Request | None) -> None:
         """Admit no other request while this one, which does not fit what is free, is the next in line; None opens."""
         self._gate.refused(refused)
 
-    def make_no_more_room(self, request: Tracked) -> None:
+    def make_no_more_room(self, request: Request) -> None:
         """Preempt no other request for this one: it did not fit though one was."""
-        self._gate.gave_way_in_vain(request)
+        self._gate.make_no_more_room(request)
 
     def end_stuck(self) -> None:
         """Fail the first request that runs, or else waits: no step can be planned for it (rule `liveness`)."""
         stuck = next(iter(self._running.values()), None) or self._queue.head(1)[0]
         obstacle = self._gate.obstacle(self._running.values(), self._budget.tokens, self._now())
-        why = obstacle or ("all wait for a prefix" if self._gate.deferred else "no step can be planned")
+        why = obstacle or ("all wait for a prefix" if self._gate.prefix_waiters else "no step can be planned")
         reason = f"nothing moves, and {len(self._requests)} requests are live: {why}"
         log.error("stalled", request_id=stuck.request_id, reason=reason, running=len(self._running))
         self.end(stuck, FinishReason.FAILED, reason, FailureCause.STALLED)
@@ -258,11 +258,11 @@ class SchedulerState:
         self._outbox.release(cache.Filled(grant.request_id, grant.cached_tokens, ()))
         self._gate.reopen(None)
 
-    def defer(self, request: Tracked, *, is_stale: bool) -> None:
+    def defer(self, request: Request, *, is_stale: bool) -> None:
         """Set a request aside until what it shares with a running one is computed, if that is still to be done."""
         assert self._pool is not None, "the cache manager answers for a pool"
-        request.is_sheltered = False
-        if self._gate.deferred.add(request, self._running.values(), self._pool.block_size, is_stale=is_stale):
+        request.is_protected = False
+        if self._gate.prefix_waiters.add(request, self._running.values(), self._pool.block_size, is_stale=is_stale):
             why = "a running request is computing the prefix they share"
             self._timeline.note(request, "deferred", why, self._now())
 
@@ -274,18 +274,18 @@ class SchedulerState:
         """Take what a step has computed and sampled."""
         if self._budget.step_fitted():
             self._gate.reopen(None)
-        planned: dict[RequestId, Tracked] = {}
+        planned: dict[RequestId, Request] = {}
         for request, token_count, incarnation in plan:
             planned[request.request_id] = request
             if request.incarnation == incarnation and request.running:
                 request.computed += token_count
                 if request.computed <= request.prefill_tokens:
-                    self._block_requests.tell_of(request)
+                    self._block_requests.note_computed(request)
                     self._queue.charge_prompt(request)
                     self._gate.reopen(request)  # others may share what was just computed
         for request_id, reason in done.failed:
             self._fail(planned[request_id], reason)
-        sampled: list[tuple[Tracked, int]] = []
+        sampled: list[tuple[Request, int]] = []
         for request_id, token_id in zip(done.request_ids, done.token_ids, strict=True):
             # Drop the token of a request that ended while this step ran (rule `late-stop`), or that came since.
             if not (given := planned[request_id]).is_over:
@@ -316,15 +316,15 @@ class SchedulerState:
         self._gate.refused(None)
         self._gate.reopen(None)
 
-    def _append(self, request: Tracked, token_id: int) -> None:
+    def _append(self, request: Request, token_id: int) -> None:
         request.pending -= 1
         request.token_ids.append(token_id)
-        blame.sampled(request)
+        blame.clear_if_sampled(request)
         self._queue.charge(request, OUTPUT_TOKEN_COST)
         if (reason := stop_reason(request, token_id, self._eos_token_ids)) is not None:
             self.end(request, reason)
 
-    def _fail(self, request: Tracked, error: str) -> None:
+    def _fail(self, request: Request, error: str) -> None:
         if not request.is_over:
             self.end(request, FinishReason.FAILED, error, FailureCause.STEP_FAILED)
 
@@ -336,7 +336,7 @@ class SchedulerState:
         for request in reversed(list(self._running.values())):
             self.preempt(request, why)
 
-    def preempt(self, request: Tracked, why: str) -> None:
+    def preempt(self, request: Request, why: str) -> None:
         """Preempt a request: to the front of the queue, tokens kept, blocks freed (rule `preemption-keeps-tokens`)."""
         now = self._now()
         self._timeline.note(request, "preempted", why, now)
@@ -347,9 +347,9 @@ class SchedulerState:
         self._outbox.count_preemption()
         self._queue.join(request)
 
-    def _give_back(self, request: Tracked, *, is_spoilt: bool = False) -> None:
+    def _give_back(self, request: Request, *, is_poisoned: bool = False) -> None:
         del self._running[request.request_id]
-        self._outbox.release(request.filled(), is_spoilt=is_spoilt)
+        self._outbox.release(request.filled(), is_poisoned=is_poisoned)
         self._block_requests.leave(request)
         self._steps.leave(request)
 
@@ -363,9 +363,9 @@ class SchedulerState:
 
     def hold_new_requests(self, is_held: bool) -> bool:
         """Admit only requests that have run before, if `is_held`. Return whether that is a change."""
-        if self._gate.holds_newcomers == is_held:
+        if self._gate.holds_new_requests == is_held:
             return False
-        self._gate.holds_newcomers = is_held
+        self._gate.holds_new_requests = is_held
         self._gate.reopen(None)
         return True
 

@@ -18,18 +18,14 @@ import statistics
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeAlias
-
-import msgspec
+from typing import Final
 
 from benchmarks.common import options, percentile, report
-from benchmarks.control_plane import ControlPlane, Rows
-from cuelight.actors.scheduler.planning import StepLimits
-from cuelight.kernel import Actor, Context
-from cuelight.kernel.simulation import Simulation
-from cuelight.messages import detokenizer, executor, observer, scheduler
-from cuelight.messages.address import Address
+from benchmarks.control_plane import TimedExecutor
+from cuelight.config import EngineConfig
+from cuelight.messages import detokenizer, executor, scheduler
 from cuelight.messages.request import RequestId, Sampling, Service
+from cuelight.simulated_engine import LatestFigures, SimulatedEngine, stand_ins_without_clients
 
 STEP_SECONDS: Final = 0.0454
 ROW_SECONDS: Final = 0.00445
@@ -42,7 +38,6 @@ BLOCK_SIZE: Final = 16
 WATERMARK: Final = 0.01
 MAILBOX_CAPACITY: Final = 10_000
 TOKEN_LIMIT: Final = 8192
-SAMPLED_TOKEN: Final = 5
 WORDS: Final = range(49_000)
 
 FLOOD: Final = Service("flood")
@@ -81,43 +76,15 @@ SCENARIOS: Final = (
 )
 
 
-class _Over(msgspec.Struct, frozen=True, tag=True):
-    """A step has taken its time."""
-
-    answer: scheduler.StepDone
-    reply_to: Address[scheduler.StepDone]
-
-
-_DeviceInbox: TypeAlias = executor.ExecutorMessage | _Over
+def step_seconds(slowness: float, step: executor.ExecuteStep) -> float:
+    """Seconds for a step of a device that is so many times slower than the modelled one."""
+    decodes = sum(chunk.token_count == 1 for chunk in step.chunks)
+    prefill = sum(chunk.token_count for chunk in step.chunks) - decodes
+    return slowness * (STEP_SECONDS + ROW_SECONDS * decodes + TOKEN_SECONDS * prefill)
 
 
-class Device(Actor[_DeviceInbox]):
-    """An executor that takes its time, so many times the model's, and knows one token. One step after another."""
-
-    def __init__(self, context: Context[_DeviceInbox], slowness: float) -> None:
-        self._context = context
-        self._slowness = slowness
-        self._rows = Rows()
-        self._free_at = 0.0
-
-    def handle(self, message: _DeviceInbox) -> None:
-        if isinstance(message, _Over):
-            message.reply_to.tell(message.answer)
-            return
-        if isinstance(message, executor.GetExecutorState):
-            return  # whoever drives the trial says when it is ready
-        sampling = self._rows.compute(message)
-        decodes = sum(chunk.token_count == 1 for chunk in message.chunks)
-        prefill = sum(chunk.token_count for chunk in message.chunks) - decodes
-        seconds = STEP_SECONDS + ROW_SECONDS * decodes + TOKEN_SECONDS * prefill
-        now = self._context.clock.now()
-        self._free_at = max(self._free_at, now) + self._slowness * seconds
-        answer = scheduler.StepDone(message.epoch, message.step, sampling, (SAMPLED_TOKEN,) * len(sampling))
-        self._context.after(self._free_at - now, _Over(answer, message.reply_to))
-
-
-class Clients(Actor[detokenizer.DetokenizerMessage]):
-    """Both tenants: hear every token and every end."""
+class Clients:
+    """Both tenants: receive every token and every end."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -130,7 +97,8 @@ class Clients(Actor[detokenizer.DetokenizerMessage]):
         self.preemptions_most = 0
         """Of one request."""
 
-    def handle(self, message: detokenizer.DetokenizerMessage) -> None:
+    def receive(self, message: detokenizer.DetokenizerMessage) -> None:
+        """Note the first tokens and the ends."""
         if isinstance(message, detokenizer.TokensReady):
             for request_id in message.request_ids:
                 if request_id >= LIGHT_FROM and request_id not in self.waits:
@@ -146,13 +114,6 @@ class Clients(Actor[detokenizer.DetokenizerMessage]):
                 self._trial.flood()
 
 
-class Deaf:
-    """An observer that wants to know nothing."""
-
-    def tell(self, message: observer.ObserverMessage, /) -> None:
-        """Do nothing."""
-
-
 class Trial:
     """One seed's requests of the light tenant, beside the flood under a policy; without one, alone on half."""
 
@@ -165,12 +126,20 @@ class Trial:
         self._flood = random.Random(f"flood {seed}")
         self._flooded = 0
         self._came_at: dict[RequestId, float] = {}
-        limits = StepLimits(TOKEN_BUDGET, RUNNING_MAX, long_prefill_tokens=TOKEN_BUDGET // 4)
-        plane = ControlPlane(limits, WATERMARK, scheduler.SetPolicy(policy or "fcfs"), MAILBOX_CAPACITY, Deaf())
+        config = EngineConfig(
+            executor="thread",
+            token_budget=TOKEN_BUDGET,
+            running_max=RUNNING_MAX,
+            queue_limit=MAILBOX_CAPACITY // 4,
+            watermark_fraction=WATERMARK,
+            policy=policy or "fcfs",
+        )
         slowness = 2.0 if self._is_alone else 1.0
-        cast = plane.cast(lambda context: Device(context, slowness), self.clients)
-        self._simulation = Simulation(cast, seed, record=False)
-        self._to = self._simulation.find(plane.scheduler)
+        seconds = partial(step_seconds, slowness)
+        stand_ins = stand_ins_without_clients(config, detokenizer_receives=self.clients.receive)
+        stand_ins["executor"] = lambda context: TimedExecutor(context, seconds)
+        self._engine = SimulatedEngine(seed, config, LatestFigures(), stand_ins=stand_ins)
+        self._to = self._engine.find(self._engine.roles.scheduler)
 
     def run(self) -> None:
         """Until the light tenant has all its answers."""
@@ -181,11 +150,9 @@ class Trial:
         at = WARM_UP_SECONDS
         for number in range(self._requests):
             at += self._light.expovariate(LIGHT_RATE)
-            self._simulation.at(at, partial(self._light_comes, RequestId(LIGHT_FROM + number)))
+            self._engine.simulation.at(at, partial(self._light_comes, RequestId(LIGHT_FROM + number)))
         while self.clients.light_ended < self._requests:
-            self._simulation.run(until_seconds=at, steps_max=sys.maxsize)
-            if self._simulation.failure is not None:
-                raise self._simulation.failure
+            self._engine.run(until_seconds=at, steps_max=sys.maxsize)
             at += 1.0
         assert len(self.clients.waits) == self._requests, "each of them got a first token"
 
@@ -195,11 +162,11 @@ class Trial:
 
     def waited(self, request_id: RequestId) -> float:
         """Seconds since this request of the light tenant came."""
-        return self._simulation.clock.now() - self._came_at[request_id]
+        return self._engine.now() - self._came_at[request_id]
 
     def flood_rate(self) -> float:
         """Tokens of the flood a second."""
-        return self.clients.flood_tokens / self._simulation.clock.now()
+        return self.clients.flood_tokens / self._engine.now()
 
     def flood(self) -> None:
         """One more request of the flood."""
@@ -208,14 +175,14 @@ class Trial:
         self._send(RequestId(self._flooded), self._flood, length, outputs, FLOOD)
 
     def _light_comes(self, request_id: RequestId) -> None:
-        self._came_at[request_id] = self._simulation.clock.now()
+        self._came_at[request_id] = self._engine.now()
         length = self._light.randint(*self._light.choice(LIGHT_PROMPTS))
         self._send(request_id, self._light, length, self._light.randint(*LIGHT_OUTPUTS), LIGHT)
 
     def _send(self, request_id: RequestId, chance: random.Random, length: int, outputs: int, service: Service) -> None:
         prompt = tuple(chance.choices(WORDS, k=length))
         sampling = Sampling(max_tokens=outputs, ignore_eos=True)
-        now = self._simulation.clock.now()
+        now = self._engine.now()
         self._to.tell(scheduler.Admit(request_id, prompt, sampling, TOKEN_LIMIT, service, now))
 
 

@@ -18,22 +18,17 @@ import sys
 import time
 from array import array
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeAlias
-
-import msgspec
+from typing import Final
 
 from benchmarks.common import options, percentile, report
-from benchmarks.control_plane import ControlPlane, Rows
+from benchmarks.control_plane import SAMPLED_TOKEN, TimedExecutor
 from benchmarks.svg import Panel, picture, round_up
-from cuelight.actors.scheduler.planning import StepLimits
-from cuelight.kernel import Actor, Context
-from cuelight.kernel.simulation import Simulation
-from cuelight.messages import detokenizer, executor, observer, scheduler
-from cuelight.messages.address import Address
+from cuelight.config import EngineConfig
+from cuelight.messages import detokenizer, executor, scheduler
 from cuelight.messages.request import RequestId, Sampling, Service
+from cuelight.simulated_engine import LatestFigures, SimulatedEngine, stand_ins_without_clients
 
 STEP_SECONDS: Final = 0.002
 TOKEN_SECONDS: Final = 1 / 20_000
@@ -55,7 +50,6 @@ STAY_SECONDS: Final = 10.0
 TOKENS_MAX: Final = 2048
 """Of a prompt."""
 VOCABULARY: Final = 49_000
-SAMPLED_TOKEN: Final = 5
 
 SWING: Final = 0.2
 SWING_SECONDS: Final = 3600.0
@@ -69,40 +63,13 @@ SAMPLE_SECONDS: Final = 5.0
 MAILBOX_CAPACITY: Final = 100_000
 
 
-class _Over(msgspec.Struct, frozen=True, tag=True):
-    """A step has taken its time."""
-
-    answer: scheduler.StepDone
-    reply_to: Address[scheduler.StepDone]
+def step_seconds(step: executor.ExecuteStep) -> float:
+    """Seconds that the modelled device takes for a step."""
+    return STEP_SECONDS + sum(chunk.token_count for chunk in step.chunks) * TOKEN_SECONDS
 
 
-_DeviceInbox: TypeAlias = executor.ExecutorMessage | _Over
-
-
-class Device(Actor[_DeviceInbox]):
-    """An executor that takes its time and knows one token. Steps run one after another."""
-
-    def __init__(self, context: Context[_DeviceInbox]) -> None:
-        self._context = context
-        self._rows = Rows()
-        self._free_at = 0.0
-
-    def handle(self, message: _DeviceInbox) -> None:
-        if isinstance(message, _Over):
-            message.reply_to.tell(message.answer)
-            return
-        if isinstance(message, executor.GetExecutorState):
-            return  # whoever drives the trial says when it is ready
-        sampling = self._rows.compute(message)
-        tokens = sum(chunk.token_count for chunk in message.chunks)
-        now = self._context.clock.now()
-        self._free_at = max(self._free_at, now) + STEP_SECONDS + tokens * TOKEN_SECONDS
-        answer = scheduler.StepDone(message.epoch, message.step, sampling, (SAMPLED_TOKEN,) * len(sampling))
-        self._context.after(self._free_at - now, _Over(answer, message.reply_to))
-
-
-class Ledger(Actor[detokenizer.DetokenizerMessage]):
-    """Hears every token and every end, and sees to it that they add up."""
+class Ledger:
+    """Receives every token and every end, and checks that they add up."""
 
     def __init__(self) -> None:
         self.open: set[RequestId] = set()
@@ -112,7 +79,8 @@ class Ledger(Actor[detokenizer.DetokenizerMessage]):
         self.tokens = 0
         self._charged = 0
 
-    def handle(self, message: detokenizer.DetokenizerMessage) -> None:
+    def receive(self, message: detokenizer.DetokenizerMessage) -> None:
+        """Count tokens and ends."""
         if isinstance(message, detokenizer.TokensReady):
             self.tokens += len(message.token_ids)
         elif isinstance(message, detokenizer.RequestEnded):
@@ -130,23 +98,15 @@ class Ledger(Actor[detokenizer.DetokenizerMessage]):
         assert self.tokens == self._charged, f"{self.tokens} tokens were delivered and {self._charged} charged"
 
 
-@dataclass
-class Board:
+class SampledFigures(LatestFigures):
     """The latest figures, and the samples taken of them."""
 
-    requests: observer.RequestFigures = field(default_factory=observer.RequestFigures)
-    blocks: observer.BlockFigures = field(default_factory=observer.BlockFigures)
-    waiting: list[float] = field(default_factory=list)
-    held: list[float] = field(default_factory=list)
-    hit_rate: list[float | None] = field(default_factory=list)
-    _sampled: observer.RequestFigures = field(default_factory=observer.RequestFigures)
-
-    def tell(self, message: observer.ObserverMessage, /) -> None:
-        """Keep what is told."""
-        if isinstance(message, observer.RequestFigures):
-            self.requests = message
-        elif isinstance(message, observer.BlockFigures):
-            self.blocks = message
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[float] = []
+        self.held: list[float] = []
+        self.hit_rate: list[float | None] = []
+        self._sampled = self.requests
 
     def sample(self) -> None:
         """How it stands, and the hit rate of the requests that have ended since the last time."""
@@ -156,11 +116,6 @@ class Board:
         self.held.append(100 * (1 - self.blocks.blocks_free / self.blocks.blocks_total))
         cached = now.cached_tokens - before.cached_tokens
         self.hit_rate.append(100 * cached / prompt_tokens if prompt_tokens else None)
-
-    def check(self) -> None:
-        """At the end."""
-        assert self.requests.running == self.requests.waiting == 0, f"requests are live: {self.requests}"
-        assert self.blocks.blocks_free == self.blocks.blocks_total > 0, f"blocks are held: {self.blocks}"
 
 
 class Population:
@@ -220,18 +175,18 @@ class Arrivals:
         self._sample()
 
     def _arrive(self) -> None:
-        trial, now = self._trial, self._trial.simulation.clock.now()
+        trial, now = self._trial, self._trial.engine.now()
         admit = self._population.admit(self.count, now)
         trial.ledger.open.add(admit.request_id)
         trial.to.tell(admit)
         if self._chance.random() < LEAVING:
             leave = partial(trial.to.tell, scheduler.Abort(admit.request_id))
-            trial.simulation.at(now + self._chance.expovariate(1 / STAY_SECONDS), leave)
+            trial.engine.simulation.at(now + self._chance.expovariate(1 / STAY_SECONDS), leave)
         self.count += 1
         if self.count % max(1, self._total // 10) == 0:
             print(f"{self.count:,} of {self._total:,} have come", file=sys.stderr, flush=True)
         if self.count < self._total:
-            trial.simulation.at(now + self._chance.expovariate(self._rate_at(now)), self._arrive)
+            trial.engine.simulation.at(now + self._chance.expovariate(self._rate_at(now)), self._arrive)
 
     def _rate_at(self, now: float) -> float:
         """Requests a second."""
@@ -244,7 +199,7 @@ class Arrivals:
     def _sample(self) -> None:
         self._trial.board.sample()
         if self.count < self._total or self._trial.ledger.open:
-            self._trial.simulation.at(self._trial.simulation.clock.now() + SAMPLE_SECONDS, self._sample)
+            self._trial.engine.simulation.at(self._trial.engine.now() + SAMPLE_SECONDS, self._sample)
 
 
 class Trial:
@@ -253,30 +208,36 @@ class Trial:
     def __init__(self, policy: str, seed: int) -> None:
         self.seed = seed
         self.ledger = Ledger()
-        self.board = Board()
-        limits = StepLimits(TOKEN_BUDGET, RUNNING_MAX, long_prefill_tokens=TOKEN_BUDGET // 4)
-        chosen = scheduler.SetPolicy(policy)
-        plane = ControlPlane(limits, WATERMARK, chosen, MAILBOX_CAPACITY, self.board)
-        self.simulation = Simulation(plane.cast(Device, self.ledger), seed, record=False)
-        self.to = self.simulation.find(plane.scheduler)
+        self.board = SampledFigures()
+        config = EngineConfig(
+            executor="thread",
+            token_budget=TOKEN_BUDGET,
+            running_max=RUNNING_MAX,
+            queue_limit=MAILBOX_CAPACITY // 4,
+            watermark_fraction=WATERMARK,
+            policy=policy,
+        )
+        stand_ins = stand_ins_without_clients(config, detokenizer_receives=self.ledger.receive)
+        stand_ins["executor"] = lambda context: TimedExecutor(context, step_seconds)
+        self.engine = SimulatedEngine(seed, config, self.board, stand_ins=stand_ins)
+        self.to = self.engine.find(self.engine.roles.scheduler)
 
     def run(self, total: int, rate: float) -> float:
         """Serve so many requests, arriving at this mean rate, and check the outcome; returns the seconds it took."""
         begin = time.perf_counter()
         self.to.tell(scheduler.ExecutorReady(BLOCKS, BLOCK_SIZE))
-        self.simulation.run()
+        self.engine.run(steps_max=sys.maxsize)
         Arrivals(self, total, rate).begin()
-        self.simulation.run(steps_max=sys.maxsize)
+        self.engine.run(steps_max=sys.maxsize)
         seconds = time.perf_counter() - begin
-        if self.simulation.failure is not None:
-            raise self.simulation.failure
         self.ledger.check(total)
-        self.board.check()
+        self.board.check_at_rest()
+        self.engine.check_at_rest()
         return seconds
 
     def picture(self, total: int) -> str:
         """Queue, blocks and hits over time, as SVG."""
-        board, hours = self.board, self.simulation.clock.now() / 3600
+        board, hours = self.board, self.engine.now() / 3600
         queue_top = round_up(max(board.waiting))
         panels = (
             Panel("Requests waiting (peaks)", board.waiting, queue_top, "#b3402a", is_peak=True),
@@ -292,7 +253,7 @@ class Trial:
         return {
             "wall seconds": f"{seconds:.0f}",
             "wall ms a step": f"{1e3 * seconds / requests.steps:.2f}",
-            "virtual hours": f"{self.simulation.clock.now() / 3600:.2f}",
+            "virtual hours": f"{self.engine.now() / 3600:.2f}",
             "requests finished": f"{self.ledger.reasons['length']:,}",
             "requests that left": f"{self.ledger.reasons['cancelled']:,}",
             "steps": f"{requests.steps:,}",

@@ -32,11 +32,13 @@ from pathlib import Path
 from typing import Final, Never, TypedDict, TypeVar
 
 from benchmarks.common import percentile, report
-from benchmarks.control_plane import ControlPlane, Rows, Sink
-from cuelight.actors.scheduler.planning import StepLimits
+from benchmarks.control_plane import Rows
+from cuelight.config import EngineConfig
+from cuelight.ensemble import roles
 from cuelight.kernel import Actor, ActorSpec, System
 from cuelight.messages import executor, observer, scheduler
 from cuelight.messages.request import RequestId, Sampling, Service
+from cuelight.simulated_engine import engine_specs, stand_ins_without_clients
 
 M = TypeVar("M")
 
@@ -101,6 +103,9 @@ class Timed(Actor[M]):
 
     def __init__(self, actor: Actor[M], name: str, watch: Watch) -> None:
         self._actor, self._name, self._watch = actor, name, watch
+
+    def started(self) -> None:
+        self._actor.started()
 
     def handle(self, message: M) -> None:
         begin = time.perf_counter()
@@ -170,17 +175,25 @@ class Rig:
         self.echo = Echo(self.watch, WARM_UP_STEPS + steps + 1)
         self.board = Board()
         self._is_split = is_split
-        limits = StepLimits(TOKEN_BUDGET, RUNNING, STEPS_IN_FLIGHT)
-        capacity = RUNNING + shape.waiting + shape.blocks // 100 + 1000
-        self._plane = ControlPlane(limits, 0.0, scheduler.SetPolicy("fcfs"), capacity, self.board)
-        self.scheduler = self._plane.scheduler
+        self._config = EngineConfig(
+            executor="thread",
+            token_budget=TOKEN_BUDGET,
+            running_max=RUNNING,
+            queue_limit=RUNNING + shape.waiting + shape.blocks // 100 + 1000,
+            steps_in_flight=STEPS_IN_FLIGHT,
+            watermark_fraction=0.0,
+            long_prefill_tokens=TOKEN_BUDGET,
+        )
+        self.scheduler = roles(self._config).scheduler
 
     def cast(self) -> list[ActorSpec[Never]]:
-        """The parts, with timers around the handlers where the time is to be split."""
-        return self._plane.cast(lambda _: self.echo, Sink(), self._timed)
+        """Return the specs, with timers around the handlers where the time is to be split."""
+        stand_ins = stand_ins_without_clients(self._config)
+        stand_ins["executor"] = lambda _: self.echo
+        return engine_specs(self._config, self.board, stand_ins=stand_ins, wrap=self._timed)
 
     def _timed(self, actor: Actor[M], name: str, /) -> Actor[M]:
-        return Timed(actor, name, self.watch) if self._is_split else actor
+        return Timed(actor, name, self.watch) if self._is_split and name in self.watch.handler_seconds else actor
 
 
 def admissions(first_id: int, count: int, prompt_tokens: int, max_tokens: int) -> Iterator[scheduler.Admit]:

@@ -7,29 +7,14 @@ clients were told, and by what is left when all is at rest.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
-from typing import Final, Never
+from typing import Final
 
-from cuelight.actors.executor.device import DeviceLost
-from cuelight.actors.executor.stub import StubDevice
-from cuelight.config import ModelFacts
-from cuelight.ensemble import (
-    EXECUTOR_RESTART_POLICY,
-    ActiveExecutor,
-    EngineParts,
-    Roles,
-    actor_specs,
-    lives_in_process,
-    roles,
-)
-from cuelight.kernel import Actor, ActorSpec, Context, Delivered, Ended, Event, ExitCause, InLoop, InProcess, Role
-from cuelight.kernel.errors import ActorCrashed
-from cuelight.kernel.faults import SimulatedCrash
-from cuelight.kernel.simulation import Simulation
+from cuelight.ensemble import roles
+from cuelight.kernel import Delivered, Ended, Event, ExitCause
 from cuelight.messages.cache import ForgetPrefixes
 from cuelight.messages.client import Rejected
 from cuelight.messages.intake import ResendComplete
@@ -44,9 +29,10 @@ from cuelight.messages.observer import (
     Recovering,
     RequestFigures,
 )
-from cuelight.messages.request import FIRST_EXECUTOR, ExecutorId, FinishReason, Prompt, RequestId
+from cuelight.messages.request import FIRST_EXECUTOR, ExecutorId, FinishReason, RequestId
 from cuelight.messages.scheduler import Switch
-from cuelight.testing import END_TOKEN, decode, encode
+from cuelight.simulated_engine import Build, LatestFigures, SimulatedEngine
+from cuelight.stub_model import END_TOKEN, stub_parts
 from cuelight.trial_changes import Changes
 from cuelight.trial_client import Client, Excuses
 from cuelight.trial_device import Remains, build_flaky
@@ -54,13 +40,8 @@ from cuelight.trial_draws import drawn_config, drawn_faults, drawn_kills, drawn_
 
 CONTEXT_LENGTH: Final = 700
 
-RESTARTS_MAX: Final = 100_000
-
 STEPS_MAX: Final = 200_000
 """A history that goes on for longer does so for ever."""
-
-MISFORTUNES: Final = (SimulatedCrash, DeviceLost)
-"""Whatever else an actor raises is a mistake of ours, from which it recovers all the same."""
 
 
 @dataclass
@@ -103,75 +84,60 @@ class Tally:
 
 def run_history(seed: int, request_count: int, total: Tally) -> None:
     """One history, drawn from the seed. Raises AssertionError where a promise is broken."""
-    History(seed, request_count).run(total)
+    SimulatedRun(seed, request_count).run(total)
 
 
-class History:
-    """The world of one seed: a cast, its faults, its clients, and whoever opened it."""
+class SimulatedRun:
+    """The simulated engine of one seed, with its faults and its clients."""
 
     def __init__(self, seed: int, request_count: int) -> None:
         chance = self._chance = random.Random(f"engine {seed}")
         self._config = drawn_config(chance)
         self._mischief = drawn_mischief(chance, self._config, request_count)
-        self._board = Board(self._send_again)
-        self._cast = roles(self._config)
-        self._active = ActiveExecutor(self._cast.executors)
-        self._actors: dict[str, Actor[Never]] = {}
-        self._executor_names: set[str] = set()
+        self._observer = RunObserver(self._send_again)
         self._deliveries = 0
-        self._deaths: Counter[str] = Counter()
         self._kills = drawn_kills(chance)
         self._is_open = False
-        faults = drawn_faults(chance)
-        self._mistake: ActorCrashed | None = None
-        self._simulation = Simulation(
-            self._parts(), seed, tap=self._see, faults=faults, record=False, on_crash=self._judge
+        parts = stub_parts(self._config)
+        parts = replace(parts, facts=replace(parts.facts, context_length=CONTEXT_LENGTH))
+        self._engine = SimulatedEngine(
+            seed,
+            self._config,
+            self._observer,
+            parts=parts,
+            stand_ins={"executor": self._executor_build(FIRST_EXECUTOR)},
+            faults=drawn_faults(chance),
+            tap=self._see,
         )
-        now = self._simulation.clock.now
-        self._clients = [Client(RequestId(number), chance, now) for number in range(request_count)]
-        self._changes = Changes(
-            self._simulation, self._cast.scheduler, self._active, self._executor_part, self._switch_to
-        )
+        self._clients = [Client(RequestId(number), chance, self._engine.now) for number in range(request_count)]
+        self._changes = Changes(self._engine, self._executor_build, self._switch_to)
         self._changes.draw(random.Random(f"changes {seed}"))
 
     def run(self, total: Tally) -> None:
         """Let it happen, and check it."""
         self._draw_requests()
         if self._chance.random() < 0.2:
-            forget = partial(self._simulation.find(self._cast.cache).tell, ForgetPrefixes())
-            self._simulation.at(self._chance.random(), forget)
-        self._simulation.run(steps_max=STEPS_MAX)
-        if self._simulation.failure is not None:
-            raise self._simulation.failure
+            forget = partial(self._engine.find(self._engine.roles.cache).tell, ForgetPrefixes())
+            self._engine.simulation.at(self._chance.random(), forget)
+        self._engine.run(steps_max=STEPS_MAX)
         mischief = self._mischief
         assert not mischief.complaints, mischief.complaints[0]
         excuses = self._excuses()
         for client in self._clients:
             client.check(excuses)
             total.count(client, mischief.poison)
-        self._check_rest()
+        self._observer.check_at_rest()
+        self._changes.check()
+        self._engine.check_at_rest()
         total.deliveries += self._deliveries
-        total.crashes += self._deaths.total()
+        total.crashes += self._engine.deaths.total()
         total.hangs += mischief.hung
         total.changes += self._changes.taken_over
 
-    def _parts(self) -> list[ActorSpec[Never]]:
-        config, cast = self._config, self._cast
-        facts = ModelFacts(END_TOKEN + 1, CONTEXT_LENGTH, (END_TOKEN,))
-        stub = EngineParts(facts, _Encoder(), decode, partial(StubDevice, 2, 1))  # an executor of its own
-        specs = actor_specs(stub, config, cast, self._board, self._active)
-        return [
-            self._executor_part(FIRST_EXECUTOR) if part.role is cast.executor else _kept(part, self._actors)
-            for part in specs
-        ]
-
-    def _executor_part(self, executor_id: ExecutorId) -> ActorSpec[Never]:
-        role = self._cast.executors[executor_id]
-        self._executor_names.add(role.name)
+    def _executor_build(self, executor_id: ExecutorId) -> Build:
+        """Return the build of an executor, whose lives share one piece of host memory."""
         remains = Remains(self._config, self._mischief.chance)
-        build = partial(build_flaky, self._config, self._mischief, remains, self._cast.scheduler, executor_id)
-        placement = InProcess() if lives_in_process(self._config) else InLoop()
-        return _kept(ActorSpec(role, build, EXECUTOR_RESTART_POLICY, placement), self._actors)
+        return partial(build_flaky, self._config, self._mischief, remains, roles(self._config).scheduler, executor_id)
 
     def _switch_to(self, executor_id: ExecutorId, recompute: bool) -> Switch:
         return Switch(executor_id, "", recompute, CONTEXT_LENGTH, (END_TOKEN,), self._changes)
@@ -180,21 +146,12 @@ class History:
         if isinstance(event, Delivered):
             self._deliveries += 1
             if (actor := self._kills.get(self._deliveries)) is not None:
-                role = self._active.role if actor == "executor" else _role(self._cast, actor)
-                self._simulation.kill(role, "drawn")
-        elif isinstance(event, Ended) and event.cause is not ExitCause.STOPPED:
-            self._deaths["executor" if event.actor in self._executor_names else event.actor] += 1
-            if event.actor == self._cast.scheduler.name:
-                self._simulation.at(self._simulation.clock.now(), self._changes.repeat)
-            if self._mistake is not None:
-                raise self._mistake
-
-    def _judge(self, crash: ActorCrashed) -> None:
-        if crash.cause is ExitCause.CRASHED and not isinstance(crash.__cause__, MISFORTUNES):
-            self._mistake = crash
+                self._engine.simulation.kill(self._engine.role(actor), "drawn")
+        elif isinstance(event, Ended) and event.cause is not ExitCause.STOPPED and event.actor == "scheduler":
+            self._engine.simulation.at(self._engine.now(), self._changes.repeat)
 
     def _draw_requests(self) -> None:
-        chance, at = self._chance, self._simulation.at
+        chance, at = self._chance, self._engine.simulation.at
         for first, client in pairwise(self._clients):
             if chance.random() < 0.2:
                 client.is_sample_of(first)
@@ -208,20 +165,20 @@ class History:
     def _send(self, client: Client) -> None:
         client.is_sent = True
         if self._is_open:
-            self._simulation.find(self._cast.intake).tell(client.submit())
+            self._engine.find(self._engine.roles.intake).tell(client.submit())
 
     def _leave(self, client: Client) -> None:
         client.has_left = True
         if client.end is None and self._is_open:
-            self._simulation.find(self._cast.intake).tell(client.cancel())
+            self._engine.find(self._engine.roles.intake).tell(client.cancel())
 
     def _send_again(self) -> None:
         """Intake is new: what has not ended it is told, as soon as it has said that it serves."""
-        self._simulation.at(self._simulation.clock.now(), self._send_all)
+        self._engine.simulation.at(self._engine.now(), self._send_all)
 
     def _send_all(self) -> None:
         self._is_open = self._mischief.is_started = True
-        tell = self._simulation.find(self._cast.intake).tell
+        tell = self._engine.find(self._engine.roles.intake).tell
         for client in self._clients:
             if (submit := client.submit_again()) is not None:
                 tell(submit)
@@ -235,75 +192,36 @@ class History:
         return Excuses(
             token_limit=min(CONTEXT_LENGTH, token_capacity),
             failed_steps=self._mischief.failures,
-            executor_deaths=self._deaths["executor"],
-            is_calm=not self._deaths,
+            executor_deaths=self._engine.deaths["executor"],
+            is_calm=not self._engine.deaths,
             poison=self._mischief.poison,
         )
 
-    def _check_rest(self) -> None:
-        self._board.check()
-        self._changes.check()
-        lengths = {name: figures.length for name, figures in self._simulation.statistics().items() if figures.length}
-        assert not lengths, f"messages wait at rest: {lengths}"
-        for name in ("intake", "scheduler", "detokenizer"):
-            remembered = getattr(self._actors[name], "request_count", None)
-            assert remembered == 0, f"{name} knows of {remembered} requests at rest"
 
-
-def _kept(part: ActorSpec[Never], actors: dict[str, Actor[Never]]) -> ActorSpec[Never]:
-    """The same part, whose present actor is among these, and which may crash more often than anybody would stand."""
-    build = part.build
-
-    def keep(context: Context[object]) -> Actor[Never]:
-        actors[part.role.name] = actor = build(context)
-        return actor
-
-    return replace(part, build=keep, restart_policy=replace(part.restart_policy, restarts_max=RESTARTS_MAX))
-
-
-def _role(cast: Roles, name: str) -> Role[Never]:
-    role: Role[Never] = getattr(cast, name)
-    return role
-
-
-class _Encoder:
-    def encode(self, prompt: Prompt, token_limit: int) -> tuple[int, ...]:
-        return encode(prompt)
-
-
-class Board:
-    """The observer: keeps the latest figures."""
+class RunObserver(LatestFigures):
+    """The observer of a run: also fails the run where the engine gives up."""
 
     def __init__(self, on_new_intake: Callable[[], None]) -> None:
+        super().__init__()
         self._on_new_intake = on_new_intake
-        self.requests = RequestFigures()
-        self.blocks = BlockFigures()
-        self.is_ready = False
-        self.is_recovering = False
+        self._is_ready = False
 
     def tell(self, message: ObserverMessage, /) -> None:
-        """Keep what is told."""
+        """Keep figures; call back when intake is ready."""
         match message:
-            case RequestFigures():
-                self.requests = message
-            case BlockFigures():
-                self.blocks = message
+            case RequestFigures() | BlockFigures():
+                super().tell(message)
             case Ready():
-                self.is_ready = True
+                self._is_ready = True
                 self._on_new_intake()
-            case Loading() | Loaded():
+            case Loading() | Loaded() | Recovering() | Recovered():
                 pass
             case LoadFailed():  # which only matters at the start, where loading always succeeds
-                assert self.is_ready, "the executor cannot be started"
-            case Recovering():
-                self.is_recovering = True
-            case Recovered():
-                self.is_recovering = False
+                assert self._is_ready, "the executor cannot be started"
             case _:
                 raise AssertionError(f"there is no executor: {message}")
 
-    def check(self) -> None:
-        """At rest, nothing is live and every block is free."""
-        assert self.is_ready, "intake never said that it serves"
-        assert self.requests.running == self.requests.waiting == 0, f"requests are live at rest: {self.requests}"
-        assert self.blocks.blocks_free == self.blocks.blocks_total > 0, f"blocks are held at rest: {self.blocks}"
+    def check_at_rest(self) -> None:
+        """Assert that intake was ready, that no request is live and that every block is free."""
+        assert self._is_ready, "intake never said that it serves"
+        super().check_at_rest()

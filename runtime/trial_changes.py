@@ -6,15 +6,13 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Never
 
-from cuelight.ensemble import ActiveExecutor
-from cuelight.kernel import ActorSpec, Role
-from cuelight.kernel.simulation import Simulation
+from cuelight.kernel import Role
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.observer import Switched, SwitchFailed
 from cuelight.messages.request import FIRST_EXECUTOR, ExecutorId
-from cuelight.messages.scheduler import CancelSwitch, SchedulerMessage, Switch
+from cuelight.messages.scheduler import CancelSwitch, Switch
+from cuelight.simulated_engine import Build, SimulatedEngine
 
 
 class Changes:
@@ -22,16 +20,14 @@ class Changes:
 
     def __init__(
         self,
-        simulation: Simulation,
-        scheduler: Role[SchedulerMessage],
-        active: ActiveExecutor,
-        part: Callable[[ExecutorId], ActorSpec[Never]],
+        engine: SimulatedEngine,
+        build: Callable[[ExecutorId], Build],
         switch: Callable[[ExecutorId, bool], Switch],
     ) -> None:
-        self._simulation = simulation
-        self._scheduler = scheduler
-        self._active = active
-        self._part = part
+        self._engine = engine
+        self._simulation = engine.simulation
+        self._active = engine.active
+        self._build = build
         self._switch = switch
         self._latest = FIRST_EXECUTOR
         self._asked: Switch | None = None
@@ -49,18 +45,18 @@ class Changes:
         if self._asked is not None:
             return
         self._latest = ExecutorId(self._latest + 1)
-        self._simulation.spawn(self._part(self._latest))
+        self._engine.spawn_executor(self._latest, self._build(self._latest))
         self._asked = self._switch(self._latest, recompute)
         self.repeat()
 
     def repeat(self) -> None:
         """The scheduler may be new."""
         if self._asked is not None:
-            self._simulation.find(self._scheduler).tell(self._asked)
+            self._engine.find(self._engine.roles.scheduler).tell(self._asked)
 
     def _call_off(self) -> None:
         if self._asked is not None:
-            self._simulation.find(self._scheduler).tell(CancelSwitch(self._asked.executor_id))
+            self._engine.find(self._engine.roles.scheduler).tell(CancelSwitch(self._asked.executor_id))
 
     def tell(self, message: Switched | SwitchFailed, /) -> None:
         """Hear from the scheduler."""
@@ -71,7 +67,7 @@ class Changes:
         if isinstance(message, Switched):
             self._active.executor_id, leaving = leaving, self._active.executor_id
             self.taken_over += 1
-        self._simulation.at(self._simulation.clock.now(), partial(self._dismiss, self._active.roles[leaving]))
+        self._simulation.at(self._engine.now(), partial(self._dismiss, self._active.roles[leaving]))
 
     def _dismiss(self, role: Role[ExecutorMessage]) -> None:
         with suppress(KeyError):
@@ -80,6 +76,5 @@ class Changes:
     def check(self) -> None:
         """At rest, every one has taken over or will not, and one executor is left."""
         assert self._asked is None, f"nobody says what has become of {self._asked}"
-        names = {self._active.roles[ExecutorId(number)].name for number in range(FIRST_EXECUTOR, self._latest + 1)}
-        executors = [name for name in self._simulation.statistics() if name in names]
+        executors = [name for name in self._simulation.statistics() if name in self._engine.executor_names]
         assert executors == [self._active.role.name], f"there are {executors}, and {self._active.role.name} serves"

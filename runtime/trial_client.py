@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -14,7 +14,7 @@ from cuelight.client import Inbox
 from cuelight.messages.client import Accepted, Chunk, ClientMessage, End, Rejected
 from cuelight.messages.intake import Cancel, Submit
 from cuelight.messages.request import FailureCause, FinishReason, Prompt, Refusal, RequestId, Sampling, Service
-from cuelight.testing import END_TOKEN, decode, encode
+from cuelight.stub_model import END_TOKEN, decode, encode
 from cuelight.trial_device import ALPHABET, next_token
 
 
@@ -146,8 +146,15 @@ class Client:
         return refusal is Refusal.QUEUE_FULL and not self._inbox.is_accepted
 
 
-def expected_output(prompt: Sequence[int], sampling: Sampling, token_limit: int) -> tuple[list[int], str, FinishReason]:
-    """Tokens, text and end of a request that is alone in the world: the slow, obvious path. One stop string at most."""
+def expected_output(
+    prompt: Sequence[int],
+    sampling: Sampling,
+    token_limit: int,
+    *,
+    next_token: Callable[[Sequence[int]], int] = next_token,
+    end_tokens: Collection[int] = (END_TOKEN,),
+) -> tuple[list[int], str, FinishReason]:
+    """Return tokens, text and end of a request served alone: the slow, obvious path. One stop string at most."""
     tokens: list[int] = []
     limit = min(sampling.max_tokens, token_limit - len(prompt))
     while True:
@@ -157,7 +164,7 @@ def expected_output(prompt: Sequence[int], sampling: Sampling, token_limit: int)
         for stop in sampling.stop:
             if (found := text.find(stop, begin)) >= 0:
                 return tokens, text[:found], FinishReason.STOP
-        is_last = tokens[-1] in sampling.stop_token_ids or (tokens[-1] == END_TOKEN and not sampling.ignore_eos)
+        is_last = tokens[-1] in sampling.stop_token_ids or (tokens[-1] in end_tokens and not sampling.ignore_eos)
         if is_last and len(tokens) >= sampling.min_tokens:
             return tokens, text, FinishReason.STOP
         if len(tokens) >= limit:

@@ -20,7 +20,7 @@ from cuelight.messages.address import Address
 from cuelight.messages.executor import ExecuteStep
 from cuelight.messages.request import BlockCopies, CopyKind, ExecutorId, RequestId
 from cuelight.messages.scheduler import SchedulerMessage, StepDone, StepFailed
-from cuelight.testing import END_TOKEN
+from cuelight.stub_model import END_TOKEN
 
 ALPHABET: Final = b"abcdefg "
 

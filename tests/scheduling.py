@@ -105,7 +105,7 @@ def step_until(core: Core, happens: object, steps_max: int = 100_000) -> None:
     for _ in range(steps_max):
         if happens():
             return
-        assert core.stage.step(), "all is at rest, and it has not happened"
+        assert core.step(), "all is at rest, and it has not happened"
         check(core)
     raise AssertionError("it never happens")
 
@@ -113,7 +113,7 @@ def step_until(core: Core, happens: object, steps_max: int = 100_000) -> None:
 def finish(core: Core, steps_max: int = 200_000) -> None:
     """Deliver until all is at rest, checking after each message; then everybody has ended and every block is free."""
     for _ in range(steps_max):
-        if not core.stage.step():
+        if not core.step():
             break
         check(core)
     else:
@@ -137,7 +137,7 @@ def check(core: Core) -> None:
     assert all(
         request.request_id in scheduler._state.requests for request in scheduler._state._gate.prefix_waiters._leaders
     )
-    if core.stage._queues.get("scheduler") or core.stage._queues.get("cache") or not scheduler._state.pool:
+    if core.engine.waiting("scheduler") or core.engine.waiting("cache") or not scheduler._state.pool:
         return  # it is about to hear something
     assert scheduler._state._block_requests.asked is None, "nobody answers"
     if len(scheduler._state._steps) == scheduler._state._steps._steps_max:

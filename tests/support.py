@@ -1,27 +1,26 @@
-"""What several tests need: actors without a loop, driven by a seeded stage in any order their mailboxes allow."""
+"""What several tests need: addresses that keep what they receive, and a simulated engine without clients."""
 
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Generic, Never, TypeVar
 
-from cuelight.actors.cache.actor import CacheManager
-from cuelight.actors.executor.actor import Executor
+from cuelight import trial_client as oracle
 from cuelight.actors.executor.device import Pending
 from cuelight.actors.executor.stub import StubDevice, hashed_token
-from cuelight.actors.scheduler.actor import Scheduler
-from cuelight.actors.scheduler.outbox import ExecutorRoles, Peers
-from cuelight.actors.scheduler.planning import StepLimits
-from cuelight.kernel import Actor, ExitCause, Role, Terminated, Timer
+from cuelight.config import EngineConfig, ModelFacts
+from cuelight.kernel import Actor, Ended, Event, ExitCause, Timer
+from cuelight.kernel.faults import SimulatedCrash
 from cuelight.messages import detokenizer, intake, observer
 from cuelight.messages.cache import CacheMessage
-from cuelight.messages.executor import ExecutorMessage
+from cuelight.messages.executor import ExecutorMessage, GetExecutorState
 from cuelight.messages.request import FinishReason, RequestId, Sampling, Service
-from cuelight.messages.scheduler import Abort, Admit, Closed, RestoreState, SetPolicy, StepDone, StopMatched
+from cuelight.messages.scheduler import Abort, Admit, SchedulerMessage, SetPolicy, StepDone, StopMatched
+from cuelight.simulated_engine import DetokenizerStandIn, IntakeStandIn, SimulatedEngine, stand_ins_without_clients
+from cuelight.stub_model import stub_parts
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -60,102 +59,6 @@ class VirtualClock:
         raise NotImplementedError("no test needs timers on this clock")
 
 
-class StageTimer:
-    def __init__(self, timers: list[StageTimer], at: float, fire: Callable[[], None]) -> None:
-        self._timers, self.at, self.fire = timers, at, fire
-        timers.append(self)
-
-    def cancel(self) -> None:
-        if self in self._timers:
-            self._timers.remove(self)
-
-
-class Stage:
-    """Delivers messages one at a time: the next mailbox is drawn from the seed, each mailbox is in order."""
-
-    def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
-        self.clock = VirtualClock()
-        self._queues: dict[str, deque[Callable[[], None]]] = {}
-        self._timers: list[StageTimer] = []
-
-    def post(self, queue: str, delivery: Callable[[], None]) -> None:
-        self._queues.setdefault(queue, deque()).append(delivery)
-
-    def drop(self, queue: str) -> None:
-        """Whatever waits there will not happen."""
-        self._queues.pop(queue, None)
-
-    def after(self, seconds: float, fire: Callable[[], None]) -> Timer:
-        return StageTimer(self._timers, self.clock.seconds + seconds, fire)
-
-    def step(self) -> bool:
-        """Deliver one message, or let time pass to the next timer; False when there is neither."""
-        busy = [name for name, queue in self._queues.items() if queue]
-        if not busy:
-            if not self._timers:
-                return False
-            self.clock.seconds = max(self.clock.seconds, min(timer.at for timer in self._timers))
-        self.clock.seconds += 0.001
-        for timer in [timer for timer in self._timers if timer.at <= self.clock.seconds]:
-            if timer in self._timers:  # it may have been cancelled by the one before
-                self._timers.remove(timer)
-                timer.fire()
-        if not busy:
-            return True
-        self._queues[self.chance.choice(busy)].popleft()()
-        return True
-
-
-class StageAddress(Generic[M]):
-    """An actor's address on a stage."""
-
-    def __init__(self, stage: Stage, name: str) -> None:
-        self._stage, self.name = stage, name
-        self.actor: Actor[M] | None = None
-
-    def tell(self, message: M, /) -> None:
-        self._stage.post(self.name, lambda: self._deliver(message))
-
-    def _deliver(self, message: M) -> None:
-        assert self.actor is not None
-        self.actor.handle(message)
-
-
-class StageContext(Generic[M]):
-    """What an actor gets in place of a kernel context; workers run their jobs when the stage draws them."""
-
-    def __init__(self, stage: Stage, ref: StageAddress[M]) -> None:
-        self._stage = stage
-        self.ref, self.clock, self.chance = ref, stage.clock, stage.chance
-
-    def after(self, seconds: float, message: M) -> Timer:
-        return self._stage.after(seconds, lambda: self.ref.tell(message))
-
-    def watch(self, role: Role[Never]) -> None:
-        """On a stage nobody dies by himself: see `Core.lose_executor`."""
-
-    def worker(self, name: str) -> StageWorker[M]:
-        return StageWorker(self._stage, f"{self.ref.name} {name}", self.ref)
-
-
-class StageWorker(Generic[M]):
-    def __init__(self, stage: Stage, name: str, ref: StageAddress[M]) -> None:
-        self._stage, self._name, self._ref = stage, name, ref
-
-    def submit(self, work: Callable[[], T], done: Callable[[T], M], failed: Callable[[Exception], M]) -> None:
-        def job() -> None:
-            try:
-                message = done(work())
-            except AssertionError:
-                raise  # a broken invariant fails the test
-            except Exception as error:
-                message = failed(error)
-            self._ref.tell(message)
-
-        self._stage.post(self._name, job)
-
-
 class FailingDevice(StubDevice):
     """A stub whose steps raise when `fault(step)` says so."""
 
@@ -169,21 +72,49 @@ class FailingDevice(StubDevice):
         return super().run(batch)
 
 
-class Confirming(Recorder[detokenizer.DetokenizerMessage]):
-    """A detokenizer that has no streams, and confirms every end."""
+class Replaceable(Actor[M]):
+    """An actor in whose place a test can put another object, and which a test can crash."""
 
-    def __init__(self, scheduler: StageAddress[object]) -> None:
-        super().__init__()
-        self._scheduler = scheduler
+    def __init__(self, actor: Actor[M]) -> None:
+        self.actor = actor
+        self.crash: SimulatedCrash | None = None
 
-    def tell(self, message: detokenizer.DetokenizerMessage, /) -> None:
-        super().tell(message)
-        if isinstance(message, detokenizer.RequestEnded):
-            self._scheduler.tell(Closed((message.request_id,)))
+    def started(self) -> None:
+        self.actor.started()
+
+    def handle(self, message: M) -> None:
+        if self.crash is not None:
+            raise self.crash
+        self.actor.handle(message)
+
+
+class Slot(Generic[M]):
+    """An actor's address and, over all its lives, its place in the core."""
+
+    def __init__(self, engine: SimulatedEngine, name: str, places: dict[str, Replaceable[Never]]) -> None:
+        self._engine, self._name, self._places = engine, name, places
+
+    def tell(self, message: M, /) -> None:
+        self._engine.simulation.find(self._engine.role(self._name)).tell(message)
+
+    @property
+    def place(self) -> Replaceable[Never]:
+        return self._places[self._name]
+
+    @property
+    def actor(self) -> Actor[M]:
+        return self.place.actor
+
+    @actor.setter
+    def actor(self, actor: Actor[M]) -> None:
+        self.place.actor = actor
 
 
 class Core:
-    """Scheduler, cache manager and executor (a stub) on a stage; the test is intake and detokenizer."""
+    """Scheduler, cache manager and executor (a stub) of a simulated engine; the test is intake and detokenizer.
+
+    Each step takes a millisecond. An assertion of the device fails the test; another exception fails the step.
+    """
 
     def __init__(
         self,
@@ -197,65 +128,100 @@ class Core:
         eos: frozenset[int] = frozenset(),
         policy: SetPolicy = SetPolicy("fcfs"),  # noqa: B008  # frozen
         long_prefill_tokens: int = 2**63,
-        kill_executor: Callable[[str], None] | None = None,
         restarts_max: int = 8,
+        new_device: Callable[[], StubDevice] | None = None,
+        executor: str = "thread",
+        restores: bool = True,
     ) -> None:
-        self.stage = Stage(seed)
         self.device = device
+        self.new_device = new_device or (lambda: StubDevice(device.block_count, device.block_size))
+        """Makes the device of each executor but the first."""
+        self.kills: list[str] = []
+        """Why executors were killed."""
+        self.chance = random.Random(seed)
         self.intake: Recorder[intake.IntakeMessage] = Recorder()
         self.observer: Recorder[observer.ObserverMessage] = Recorder()
-        self.scheduler = StageAddress(self.stage, "scheduler")
-        self.detokenizer = Confirming(self.scheduler)
-        self.cache = StageAddress(self.stage, "cache")
-        self.executor = StageAddress(self.stage, "executor")
-        self._watermark = watermark
-        self.cache.actor = CacheManager(self.observer, watermark)
-        self._begin_executor()
-        peers = Peers(self.cache, self.executor, self.detokenizer, self.intake, self.observer)
-        self.scheduler.actor = Scheduler(
-            StageContext(self.stage, self.scheduler),
-            StepLimits(token_budget, running_max, steps_in_flight, long_prefill_tokens, restarts_max=restarts_max),
-            eos,
-            replace(
-                peers,
-                cache_role=Role("cache", CacheMessage, 1),
-                executor_roles=ExecutorRoles(Role("executor", ExecutorMessage, 1)),
-                kill_executor=kill_executor,
-            ),
-            policy,
+        self.detokenizer: Recorder[detokenizer.DetokenizerMessage] = Recorder()
+        config = EngineConfig(
+            executor=executor,
+            token_budget=token_budget,
+            running_max=running_max,
+            queue_limit=1000,
+            block_size=device.block_size,
+            block_count=device.block_count,
+            watermark_fraction=watermark,
+            steps_in_flight=steps_in_flight,
+            restarts_max=restarts_max,
+            long_prefill_tokens=long_prefill_tokens,
+            policy=policy.name,
+            aging_seconds=policy.aging_seconds,
+            tenant_weights=dict(policy.weights) or None,
         )
-        self.scheduler.actor.started()
-        (started,) = self.intake.take()
-        assert isinstance(started, intake.SchedulerStarted)
-        self.scheduler.actor.handle(RestoreState(started.life, None, (), (), ()))
-        self.executor.actor.started()
+        parts = stub_parts(config)
+        places: dict[str, Replaceable[Never]] = {}
 
-    def lose_executor(
-        self,
-        error: str,
-        device: StubDevice | None = None,
-        cause: ExitCause = ExitCause.CRASHED,
-        killed_by: str = "",
-    ) -> None:
-        """Its life ends, with all that its threads were doing; another one begins, with another device."""
-        self.device = device or StubDevice(self.device.block_count, self.device.block_size)
-        for queue in ("executor prepare", "executor device"):
-            self.stage.drop(queue)
-        self._own.actor = _Dead()
-        self._begin_executor()
-        self.scheduler.tell(Terminated("executor", f"actor 'executor' died: {error}", True, cause, killed_by))
-        self.executor.actor.started()
+        def place(actor: Actor[M], name: str, /) -> Actor[M]:
+            places[name] = placed = Replaceable(actor)
+            return placed
 
-    def _begin_executor(self) -> None:
-        # What it tells itself, through an address of this life, dies with it.
-        self._own = StageAddress(self.stage, "executor")
-        load = partial(_same, self.device)
-        self._own.actor = self.executor.actor = Executor(StageContext(self.stage, self._own), load, self.scheduler)
+        self._next_device: StubDevice | None = device
+        self._complaints: list[AssertionError] = []
+        self.engine = SimulatedEngine(
+            seed,
+            config,
+            self.observer,
+            parts=replace(parts, facts=ModelFacts(2**31, 10_000, tuple(eos)), load_device=self._load),
+            stand_ins=stand_ins_without_clients(
+                config, intake_receives=self.intake.tell, detokenizer_receives=self.detokenizer.tell
+            ),
+            wrap=place,
+            tap=self._see,
+        )
+        self.scheduler: Slot[SchedulerMessage] = Slot(self.engine, "scheduler", places)
+        self.cache: Slot[CacheMessage] = Slot(self.engine, "cache", places)
+        self.executor: Slot[ExecutorMessage] = Slot(self.engine, "executor", places)
+        intake_actor = self.engine.actors["intake"]
+        assert isinstance(intake_actor, IntakeStandIn)
+        intake_actor.answers = restores
+
+    def now(self) -> float:
+        return self.engine.now()
+
+    def step(self) -> bool:
+        """Let a millisecond pass and one thing happen; False where nothing can."""
+        self.engine.pass_time(0.001)
+        happened = self.engine.step()
+        if self._complaints:
+            raise self._complaints[0]
+        return happened
+
+    def confirm_nothing(self) -> None:
+        """Let the detokenizer confirm no end from now on."""
+        actor = self.engine.actors["detokenizer"]
+        assert isinstance(actor, DetokenizerStandIn)
+        actor.confirms = False
+
+    def lose_executor(self, error: str, device: StubDevice | None = None, *, is_killed: bool = False) -> None:
+        """End the executor's life, by a crash or by a kill from outside; the next one has another device."""
+        self._next_device = device or self._next_device
+        deaths = self.engine.deaths["executor"]
+        if not is_killed:
+            self.executor.place.crash = SimulatedCrash(error)
+            self.executor.tell(GetExecutorState(Recorder()))
+        while self.engine.deaths["executor"] == deaths:
+            if is_killed:
+                self.kill_executor(error)  # which does nothing between two lives
+            assert self.step()
+
+    def kill_executor(self, reason: str) -> None:
+        """Kill the executor from outside."""
+        self.engine.simulation.kill(self.engine.role("executor"), reason)
 
     def lose_cache(self) -> None:
-        """Its life ends, and another one begins."""
-        self.cache.actor = CacheManager(self.observer, self._watermark)
-        self.scheduler.tell(Terminated("cache", "actor 'cache' died: of a test", True, ExitCause.CRASHED))
+        """End the cache manager's life; another one begins."""
+        self.engine.simulation.kill(self.engine.role("cache"), "of a test")
+        while not self.engine.deaths["cache"]:
+            assert self.step()
 
     def admit(
         self,
@@ -268,9 +234,8 @@ class Core:
     ) -> None:
         capacity = (self.device.block_count - 1) * self.device.block_size
         limit = min(token_limit, capacity)
-        now = self.stage.clock.now()
         first = None if sample_of is None else RequestId(sample_of)
-        self.scheduler.tell(Admit(RequestId(request_id), tuple(prompt), sampling, limit, service, now, first))
+        self.scheduler.tell(Admit(RequestId(request_id), tuple(prompt), sampling, limit, service, self.now(), first))
 
     def abort(self, request_id: int) -> None:
         self.scheduler.tell(Abort(RequestId(request_id)))
@@ -281,12 +246,12 @@ class Core:
     def run(self, steps_max: int = 1_000_000) -> None:
         """Until nothing is left to deliver."""
         for _ in range(steps_max):
-            if not self.stage.step():
+            if not self.step():
                 return
         raise AssertionError("the core never comes to rest")
 
     def outputs(self) -> dict[int, list[int]]:
-        """Every request's tokens, as the detokenizer heard them."""
+        """Every request's tokens, as the detokenizer received them."""
         out: dict[int, list[int]] = {}
         for message in self.detokenizer.messages:
             if isinstance(message, detokenizer.TokensReady):
@@ -309,29 +274,29 @@ class Core:
     def figures(self) -> observer.RequestFigures:
         return [m for m in self.observer.messages if isinstance(m, observer.RequestFigures)][-1]
 
+    def _load(self) -> StubDevice:
+        self.device, self._next_device = self._next_device or self.new_device(), None
+        for name in ("prepare", "copy", "run"):
+            setattr(self.device, name, partial(self._checked, getattr(self.device, name)))
+        return self.device
 
-class _Dead(Actor[object]):
-    """Hears no more."""
+    def _checked(self, method: Callable[[T], object], argument: T) -> object:
+        try:
+            return method(argument)
+        except AssertionError as error:  # which the executor would answer for as for any failure
+            self._complaints.append(error)
+            raise
 
-    def handle(self, message: object) -> None: ...
-
-
-def _same(device: StubDevice) -> StubDevice:
-    return device
+    def _see(self, event: Event) -> None:
+        if isinstance(event, Ended) and event.actor == "executor" and event.cause is ExitCause.KILLED:
+            self.kills.append(event.error.partition("it was killed: ")[2])
 
 
 def expected_output(
     prompt: Sequence[int], sampling: Sampling, eos: frozenset[int] = frozenset(), token_limit: int = 10_000
 ) -> tuple[list[int], FinishReason]:
-    """What a stub must produce for a request alone: the slow, obvious path."""
-    tokens = list(prompt)
-    limit = min(sampling.max_tokens, token_limit - len(prompt))
-    while True:
-        token_id = hashed_token(tokens, 1000)
-        tokens.append(token_id)
-        count = len(tokens) - len(prompt)
-        ends = token_id in sampling.stop_token_ids or (token_id in eos and not sampling.ignore_eos)
-        if ends and count >= sampling.min_tokens:
-            return tokens[len(prompt) :], FinishReason.STOP
-        if count >= limit:
-            return tokens[len(prompt) :], FinishReason.LENGTH
+    """What a stub must produce for a request alone."""
+    tokens, _, reason = oracle.expected_output(
+        prompt, sampling, token_limit, next_token=lambda token_ids: hashed_token(token_ids, 1000), end_tokens=eos
+    )
+    return tokens, reason

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
-from support import Recorder, StageAddress, StageContext
-from support import Stage as Turns
+from support import Recorder
 
 from cuelight.actors.detokenizer.actor import Detokenizer
+from cuelight.kernel import ActorSpec, Context, Role
+from cuelight.kernel.simulation import Simulation
 from cuelight.messages.client import Chunk, End
 from cuelight.messages.detokenizer import (
     DetokenizerMessage,
@@ -36,9 +37,14 @@ def utf8(token_ids: Sequence[int]) -> str:
 def detokenizer(
     decode: Callable[[Sequence[int]], str], scheduler: Recorder[object], intake: Recorder[object]
 ) -> Detokenizer:
-    turns = Turns(1)
-    context: StageContext[DetokenizerMessage] = StageContext(turns, StageAddress(turns, "detokenizer"))
-    return Detokenizer(context, decode, scheduler, intake)
+    built: list[Detokenizer] = []
+
+    def build(context: Context[object]) -> Detokenizer:
+        built.append(Detokenizer(context, decode, scheduler, intake))
+        return built[0]
+
+    Simulation([ActorSpec(Role("detokenizer", DetokenizerMessage, capacity=1), build)], seed=1)
+    return built[0]
 
 
 class Stage:

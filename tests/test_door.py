@@ -46,7 +46,7 @@ def test_when_the_one_that_did_not_fit_leaves_the_next_is_tried_at_once(how: str
     if how == "cancelled":
         core.abort(1)
     else:
-        core.stage.clock.seconds += 1.0
+        core.engine.pass_time(1.0)
     step_until(core, lambda: 1 in core.ends())
     step_until(core, lambda: 2 in core.ends(), steps_max=60)
     assert is_live(core, 0)
@@ -62,7 +62,7 @@ def test_fair_when_another_tenant_comes_before_the_one_that_did_not_fit_it_is_tr
     core.admit(2, [9] * 4, Sampling(max_tokens=1), service=Service("c"))
     step_until(core, lambda: is_live(core, 2))
     for _ in range(10):
-        core.stage.step()
+        core.step()
         check(core)
     assert not is_running(core, 2), "it waits behind the large one"
     scheduler._state._queue.charge(tracked(0, Service("b")), 500.0)

@@ -1,4 +1,4 @@
-"""The executor's shell around a stub device: on a stage, where every order of events is possible, and in a system."""
+"""The executor's shell around a stub device: in a simulation, which draws the order of events, and in a system."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Generic, TypeVar
 
 import msgspec
 import pytest
-from support import FailingDevice, Recorder, Stage, StageAddress, StageContext
+from support import FailingDevice, Recorder
 
-from cuelight.actors.executor.actor import Executor
+from cuelight.actors.executor.actor import Executor, ExecutorInbox
 from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.phases import phases_of_start
 from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token, stub_host
-from cuelight.kernel import ActorSpec, Role, System
+from cuelight.kernel import ActorSpec, Context, Role, System
+from cuelight.kernel.simulation import Simulation
 from cuelight.messages.address import Address
 from cuelight.messages.executor import ExecuteStep, ExecutorMessage, GetExecutorState, Row, RowChunk
 from cuelight.messages.request import FIRST_EXECUTOR, BlockCopies, CopyKind, HostTier, RequestId, Sampling
@@ -45,21 +46,27 @@ def tokens(count: int) -> list[int]:
     return known[len(PROMPT) :]
 
 
+EXECUTOR: Role[ExecutorInbox] = Role("executor", ExecutorMessage, capacity=100)
+
+
 class Staged:
-    """An executor on a stage; the test is its scheduler."""
+    """An executor alone in a simulation, which has just started; the test is its scheduler."""
 
     def __init__(self, seed: int, load: Callable[[], StubDevice]) -> None:
-        self.stage = Stage(seed)
         self.scheduler: Recorder[ExecutorLoading | ExecutorReady | ExecutorFailed] = Recorder()
         self.replies: Recorder[StepDone | StepFailed] = Recorder()
-        self.ref = StageAddress(self.stage, "executor")
-        self.ref.actor = Executor(StageContext(self.stage, self.ref), load, self.scheduler)
-        self.ref.actor.started()
         self.life = 0
 
+        def build(context: Context[object]) -> Executor[StubBatch]:
+            self.actor = Executor(context, load, self.scheduler)
+            return self.actor
+
+        self.simulation = Simulation([ActorSpec(EXECUTOR, build)], seed, record=False)
+        self.ref = self.simulation.find(EXECUTOR)
+        self.simulation.step()
+
     def settle(self) -> None:
-        while self.stage.step():
-            pass
+        self.simulation.run()
         for message in self.scheduler.messages:
             if isinstance(message, ExecutorReady):
                 self.life = message.life
@@ -70,14 +77,25 @@ class Staged:
         self.settle()
 
 
+def settled(seed: int, load: Callable[[], StubDevice]) -> Staged:
+    staged = Staged(seed, load)
+    staged.settle()
+    return staged
+
+
 def test_a_loaded_device_is_announced_with_its_pool() -> None:
-    staged = Staged(0, lambda: StubDevice(40, 16))
+    def load() -> StubDevice:
+        staged.simulation.clock.call_later(2.5, lambda: None)
+        staged.simulation.clock.jump()
+        return StubDevice(40, 16)
+
+    staged = Staged(0, load)
     assert staged.scheduler.take() == [LOADING], "loading is done on a thread, not by the constructor"
     staged.settle()
     (ready,) = staged.scheduler.take()
     assert isinstance(ready, ExecutorReady)
     assert (ready.block_count, ready.block_size, ready.executor_id) == (40, 16, FIRST_EXECUTOR)
-    assert ready.seconds > 0, "which it took"
+    assert ready.seconds == 2.5, "which it took"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -92,8 +110,7 @@ def test_the_phases_of_loading_are_told_as_they_begin_and_timed(seed: int) -> No
             pass
         return StubDevice(40, 16)
 
-    staged = Staged(seed, load)
-    staged.settle()
+    staged = settled(seed, load)
     *before, ready = staged.scheduler.take()
     told = [ExecutorLoading(f"loading the model: {name}") for name in ("read", "pack", "read")]
     # The thread that says so and the one that loads take turns as they like, and what comes late is not said any more.
@@ -107,9 +124,9 @@ def test_the_phases_of_loading_are_told_as_they_begin_and_timed(seed: int) -> No
 def test_it_reports_how_it_is_whenever_it_is_asked() -> None:
     staged = Staged(0, lambda: StubDevice(40, 16))
     report: GetExecutorState = GetExecutorState(staged.scheduler)
-    staged.ref.actor.handle(report)
+    staged.actor.handle(report)
     staged.settle()
-    staged.ref.actor.handle(report)
+    staged.actor.handle(report)
     first, second, ready, again = staged.scheduler.messages
     assert first == second == LOADING
     assert isinstance(ready, ExecutorReady) and ready == again
@@ -118,8 +135,7 @@ def test_it_reports_how_it_is_whenever_it_is_asked() -> None:
 def test_each_life_has_a_number_and_leaves_alone_what_is_meant_for_another() -> None:
     lives = []
     for seed in (1, 2):
-        staged = Staged(seed, lambda: StubDevice(8, 4))
-        staged.settle()
+        staged = settled(seed, lambda: StubDevice(8, 4))
         lives.append(staged.life)
         staged.ref.tell(step(0, 0, staged.replies, staged.life + 1, enters=True))
         staged.settle()
@@ -134,10 +150,10 @@ def test_a_lost_device_ends_its_life() -> None:
         def run(self, batch: StubBatch) -> StepDone:
             raise DeviceLost("a sticky error")
 
-    staged = Staged(0, lambda: Lost(8, 4))
-    staged.settle()
-    with pytest.raises(DeviceLost, match="a sticky error"):
-        staged.run_steps(1)
+    staged = settled(0, lambda: Lost(8, 4))
+    staged.run_steps(1)
+    assert isinstance(error := getattr(staged.simulation.failure, "__cause__", None), DeviceLost)
+    assert str(error) == "a sticky error"
     assert staged.replies.messages == [], "whoever watches it hears of its end"
 
 
@@ -146,8 +162,7 @@ def test_a_step_for_which_there_is_no_memory_says_so() -> None:
         def run(self, batch: StubBatch) -> StepDone:
             raise MemoryError("no room")
 
-    staged = Staged(0, lambda: Full(8, 4))
-    staged.settle()
+    staged = settled(0, lambda: Full(8, 4))
     staged.run_steps(1)
     (failed,) = staged.replies.messages
     assert isinstance(failed, StepFailed) and failed.out_of_memory and not failed.contents_lost
@@ -169,15 +184,13 @@ def test_a_failed_load_is_told(error: Exception, text: str) -> None:
     def load() -> StubDevice:
         raise error
 
-    staged = Staged(0, load)
-    staged.settle()
+    staged = settled(0, load)
     assert staged.scheduler.messages == [LOADING, ExecutorFailed(text)]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_step_is_answered_in_order(seed: int) -> None:
-    staged = Staged(seed, lambda: StubDevice(8, 4))
-    staged.settle()
+    staged = settled(seed, lambda: StubDevice(8, 4))
     staged.run_steps(6)
     assert [(m.epoch, m.step) for m in staged.replies.messages] == [(0, number) for number in range(6)]
     assert [m.token_ids[0] for m in staged.replies.messages if isinstance(m, StepDone)] == tokens(6)
@@ -186,8 +199,7 @@ def test_every_step_is_answered_in_order(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_after_a_step_that_raises_the_rest_of_its_epoch_is_void(seed: int) -> None:
     device = FailingDevice(8, 4, lambda step: step.epoch == 0 and step.step == 2)  # type: ignore[attr-defined]
-    staged = Staged(seed, lambda: device)
-    staged.settle()
+    staged = settled(seed, lambda: device)
     staged.run_steps(5)
     first, second, failed, *void = staged.replies.messages
     assert isinstance(first, StepDone)
@@ -212,8 +224,7 @@ class BadPreparation(StubDevice):
 @pytest.mark.parametrize("seed", range(20))
 def test_a_step_that_cannot_be_prepared_fails_and_voids_what_follows(seed: int) -> None:
     device = BadPreparation(8, 4)
-    staged = Staged(seed, lambda: device)
-    staged.settle()
+    staged = settled(seed, lambda: device)
     staged.run_steps(4)
     assert [m.step for m in staged.replies.messages] == [0, 1, 2, 3], "each step is answered once, in order"
     sound, failed, *void = staged.replies.messages
@@ -257,8 +268,7 @@ class Copier(StubDevice):
 
 def run_copying_steps(seed: int, device: Copier, steps: int = 4) -> tuple[Staged, list[StepDone | StepFailed]]:
     """Each step saves a block to the host block of its number and loads that to another of the pool."""
-    staged = Staged(seed, lambda: device)
-    staged.settle()
+    staged = settled(seed, lambda: device)
     for number in range(steps):
         save = BlockCopies(CopyKind.SAVE, (1,), (number,))
         load = BlockCopies(CopyKind.LOAD, (number,), (10 + number,))
@@ -383,8 +393,7 @@ def test_a_device_that_works_by_itself_is_given_the_next_step_before_anybody_wai
 
 def test_a_step_is_launched_while_the_one_before_is_waited_for() -> None:
     device = LateCopier(seed=0)
-    staged = Staged(0, lambda: device)
-    staged.settle()
+    staged = settled(0, lambda: device)
     launched: list[int] = []
     run = device.run
     device.run = lambda batch: (launched.append(batch.step.step), run(batch))[1]  # type: ignore[method-assign]
@@ -456,14 +465,13 @@ async def test_in_a_system_steps_run_off_the_loop_and_answers_come_in_order() ->
         lambda message: ready.set_result(message) if isinstance(message, ExecutorReady) else None
     )
     replies: _Through[StepDone | StepFailed] = _Through(answers.put_nowait)
-    role = Role("executor", ExecutorMessage, capacity=16)
-    part = ActorSpec(role, lambda context: Executor(context, lambda: Watched(20, 4), scheduler))
+    part = ActorSpec(EXECUTOR, lambda context: Executor(context, lambda: Watched(20, 4), scheduler))
     async with asyncio.timeout(60), System([part]) as system:
         life = (await ready).life
         for number in range(8):
             fork = BlockCopies(CopyKind.FORK, (5,), (6,))
             plain = step(0, number, replies, life, enters=number == 0)
-            system.find(role).tell(msgspec.structs.replace(plain, copies=(fork,)))
+            system.find(EXECUTOR).tell(msgspec.structs.replace(plain, copies=(fork,)))
         done = [await answers.get() for _ in range(8)]
     assert [m.token_ids[0] for m in done if isinstance(m, StepDone)] == tokens(8)
     assert len(threads) == 1
@@ -477,20 +485,19 @@ async def test_in_a_system_a_failed_load_and_a_failed_step_are_messages_and_the_
     def broken() -> StubDevice:
         raise OSError("no weights")
 
-    role = Role("executor", ExecutorMessage, capacity=16)
-    part = ActorSpec(role, lambda context: Executor(context, broken, address))
+    part = ActorSpec(EXECUTOR, lambda context: Executor(context, broken, address))
     async with asyncio.timeout(60), System([part], on_failure=told.put_nowait):
         assert await told.get() == LOADING
         assert await told.get() == ExecutorFailed("no weights")
 
     device = FailingDevice(20, 4, lambda step: step.epoch == 0)  # type: ignore[attr-defined]
-    part = ActorSpec(role, lambda context: Executor(context, lambda: device, address))
+    part = ActorSpec(EXECUTOR, lambda context: Executor(context, lambda: device, address))
     async with asyncio.timeout(60), System([part], on_failure=told.put_nowait) as system:
         assert await told.get() == LOADING
         ready = await told.get()
         assert isinstance(ready, ExecutorReady)
         for epoch in (0, 1):
-            system.find(role).tell(step(epoch, 0, address, ready.life, enters=True))
+            system.find(EXECUTOR).tell(step(epoch, 0, address, ready.life, enters=True))
         assert isinstance(await told.get(), StepFailed)
         assert isinstance(await told.get(), StepDone)
     assert told.empty()

@@ -66,7 +66,7 @@ def test_it_waits_for_a_seat() -> None:
     core = Core(0, device=WatchedDevice(100, 4), running_max=2)
     for request_id in range(3):
         core.admit(request_id, [1, request_id], Sampling(max_tokens=9))
-    step_until(core, lambda: is_running(core, 1) and is_live(core, 2) and not core.stage._queues["scheduler"])
+    step_until(core, lambda: is_running(core, 1) and is_live(core, 2) and not core.engine.waiting("scheduler"))
     life = explained(core, 2)
     assert life.state == "waiting" and happened(life) == ["kept waiting"]
     assert life.timeline[0].why == "2 requests are running, as many as may"
@@ -185,7 +185,7 @@ def test_memory_is_bounded_after_3000_requests() -> None:
 
     for request_id in range(3000):
         core.admit(request_id, [request_id % 7] * (1 + request_id % 9), Sampling(max_tokens=1 + request_id % 3))
-        core.stage.step()
+        core.step()
     core.run()
     assert len(timeline._ended) == ENDED_MAX and not timeline._events
     assert len(timeline._obstacles) <= OBSTACLES_MAX
@@ -213,7 +213,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Request], bool]) -> 
 def run_to_rest(core: Core) -> int:
     """Messages delivered until nothing is left to deliver."""
     for count in range(20_000):
-        if not core.stage.step():
+        if not core.step():
             return count
     raise AssertionError("it spins")
 
@@ -255,7 +255,7 @@ def test_rule_liveness_a_cache_that_refuses_for_ever(
     """Only whoever is refused fails, even where another has come to the head of the queue meanwhile."""
     for seed in range(20):
         core = Core(seed, device=WatchedDevice(100, 4), running_max=3, policy=policy(name))
-        step_until(core, lambda core=core: scheduler_of(core)._state.pool and not core.stage._queues["cache"])
+        step_until(core, lambda core=core: scheduler_of(core)._state.pool and not core.engine.waiting("cache"))
         tables = tables_of(core)
         sound = tables.admit
 
@@ -265,8 +265,8 @@ def test_rule_liveness_a_cache_that_refuses_for_ever(
         monkeypatch.setattr(tables, "admit", admit)
         for request_id in range(6):
             core.admit(request_id, [request_id, 1], Sampling(max_tokens=4), service=Service(priority=request_id))
-            for _ in range(core.stage.chance.randint(0, 3)):
-                core.stage.step()
+            for _ in range(core.chance.randint(0, 3)):
+                core.step()
         assert run_to_rest(core) < 600
         for request_id, end in core.ends().items():
             if request_id in culprits:
@@ -281,7 +281,7 @@ def test_rule_liveness_whoever_was_refused_fails_and_not_who_came_in_front_of_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     core = Core(0, device=WatchedDevice(100, 4), policy=policy("priority"))
-    step_until(core, lambda: scheduler_of(core)._state.pool and not core.stage._queues["cache"])
+    step_until(core, lambda: scheduler_of(core)._state.pool and not core.engine.waiting("cache"))
     tables = tables_of(core)
     sound = tables.admit
     monkeypatch.setattr(tables, "admit", lambda admission: sound(admission) if admission.request_id else None)
@@ -296,7 +296,7 @@ def test_rule_liveness_whoever_was_refused_fails_and_not_who_came_in_front_of_it
 
 def test_rule_liveness_a_cache_that_sets_everybody_aside_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Core(0, device=WatchedDevice(100, 4), running_max=3)
-    step_until(core, lambda: scheduler_of(core)._state.pool and not core.stage._queues["cache"])
+    step_until(core, lambda: scheduler_of(core)._state.pool and not core.engine.waiting("cache"))
     monkeypatch.setattr(tables_of(core), "is_being_computed", lambda admission: True)
     for request_id in range(5):
         core.admit(request_id, [request_id, 1], Sampling(max_tokens=4))

@@ -558,13 +558,13 @@ def test_under_priority_nobody_starves() -> None:
     following = 3
     step_until(core, lambda: is_live(core, 0))
     while is_live(core, 0):
-        assert core.stage.step() and following < 2_000
+        assert core.step() and following < 2_000
         check(core)
         if len(scheduler_of(core)._state._queue) < 3:
             core.admit(following, [9, following], Sampling(max_tokens=2), service=Service(priority=2))
             following += 1
     assert following > 20, "it was made to wait"
-    assert core.stage.clock.now() < 1.5, "two levels are worth a second"
+    assert core.now() < 1.5, "two levels are worth a second"
     finish(core)
 
 
@@ -585,7 +585,7 @@ def test_fair_one_tenant_floods_and_the_other_is_served_as_much(running_max: int
         core.admit(request_id, [7, request_id], Sampling(max_tokens=6), service=Service(tenant))
     worst = 0
     while not all(request_id in core.ends() for request_id in range(100, 120)):
-        assert core.stage.step()
+        assert core.step()
         received = tokens_by_tenant(core, tenants)
         if any(request_id not in device.order() for request_id in range(100, 120)):
             worst = max(worst, abs(received["flood"] - received["calm"]))

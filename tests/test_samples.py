@@ -69,7 +69,7 @@ def test_any_order_with_tiny_pools_and_aborts(seed: int) -> None:
     assert isinstance(device, WatchedDevice)
     samples(core, 6, sampling, prompt)
     for _ in range(chance.randint(0, 40)):
-        core.stage.step()
+        core.step()
     gone = chance.randrange(6)
     core.abort(gone)
     device.failures = chance.choice([0, 0, 1])

@@ -61,7 +61,7 @@ def test_any_order_of_delivery_gives_each_request_what_it_gets_alone(seed: int) 
     for request_id, (prompt, sampling) in enumerate(wanted):
         core.admit(request_id, prompt, sampling)
         for _ in range(chance.randint(0, 30)):
-            core.stage.step()
+            core.step()
     core.run()
     for request_id, (prompt, sampling) in enumerate(wanted):
         tokens, reason = expected_output(prompt, sampling, frozenset(range(20)), capacity)
@@ -82,11 +82,11 @@ def test_aborts_and_failed_steps_touch_nobody_else(seed: int) -> None:
     for request_id, (prompt, sampling) in enumerate(wanted):
         core.admit(request_id, prompt, sampling)
         for _ in range(chance.randint(0, 20)):
-            core.stage.step()
+            core.step()
     for request_id in aborted:
         core.abort(request_id)
         for _ in range(chance.randint(0, 40)):
-            core.stage.step()
+            core.step()
     core.run()
     for request_id, (prompt, sampling) in enumerate(wanted):
         tokens, reason = expected_output(prompt, sampling)
@@ -164,7 +164,7 @@ def test_decodes_come_before_prefills_and_the_budget_holds() -> None:
     for request_id in range(3):
         core.admit(request_id, [request_id] * 4, Sampling(max_tokens=40))
     for _ in range(60):
-        core.stage.step()
+        core.step()
     core.admit(9, list(range(100)), Sampling(max_tokens=2))
     core.run()
     mixed = [step for step in device.seen if len({chunk.token_count == 1 for chunk in step.chunks}) == 2]
@@ -242,7 +242,7 @@ def test_a_stop_string_ends_the_request_where_the_text_ended(output_tokens: int)
     core = Core(3, device=StubDevice(100, 4))
     core.admit(0, [1, 2, 3], Sampling(max_tokens=100))
     while len(core.outputs().get(0, [])) < output_tokens + 1:
-        core.stage.step()
+        core.step()
     core.stop_matched(0, output_tokens)
     core.run()
     assert core.ends()[0].reason is FinishReason.STOP
@@ -256,8 +256,8 @@ def test_one_that_leaves_while_it_is_given_the_last_block_makes_room(seed: int) 
     sampling = Sampling(max_tokens=4)
     for request_id in range(4):
         core.admit(request_id, [7, 8, request_id], sampling)
-    for _ in range(core.stage.chance.randint(2, 12)):
-        core.stage.step()
+    for _ in range(core.chance.randint(2, 12)):
+        core.step()
     core.abort(0)
     core.run()
     ends = core.ends()
@@ -274,7 +274,7 @@ def test_a_stop_string_may_be_found_late(seed: int) -> None:
     core = Core(seed, device=StubDevice(80, 1), steps_in_flight=4)
     core.admit(0, [7, 8, 9], Sampling(max_tokens=60))
     while len(core.outputs().get(0, [])) < 30:
-        assert core.stage.step()
+        assert core.step()
     core.stop_matched(0, 5)
     core.run()
     assert core.ends()[0].reason is FinishReason.STOP
@@ -289,7 +289,7 @@ def test_rule_abort_anywhere_abort_is_known_in_every_state_and_idempotent() -> N
         for request_id in range(4):
             core.admit(request_id, [request_id] * 9, Sampling(max_tokens=12))
         for _ in range(moment):
-            core.stage.step()
+            core.step()
         for request_id in (0, 3, 3, 77):
             core.abort(request_id)
         core.run()

@@ -115,7 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for twin in range(count):
             request_id = len(self.asked)
             own = prompt if count == 1 else [*prompt, twin]
-            self.asked[request_id] = Asked(own, sampling, service, self.core.stage.clock.now())
+            self.asked[request_id] = Asked(own, sampling, service, self.core.now())
             self.core.admit(request_id, own, sampling, service=service)
 
     @precondition(lambda self: self.asked)
@@ -125,13 +125,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         sample_of = data.draw(st.sampled_from(sorted(self.asked)))
         first = self.asked[sample_of]
         for request_id in range(len(self.asked), len(self.asked) + count):
-            self.asked[request_id] = Asked(first.prompt, sampling, first.service, self.core.stage.clock.now())
+            self.asked[request_id] = Asked(first.prompt, sampling, first.service, self.core.now())
             self.core.admit(request_id, first.prompt, sampling, service=first.service, sample_of=sample_of)
 
     @rule(count=st.integers(1, 12))
     def deliver(self, count: int) -> None:
         for _ in range(count):
-            self.core.stage.step()
+            self.core.step()
             check(self.core)
 
     @rule(count=st.sampled_from([20, 60]))
@@ -176,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.01, 0.1]))
     def wait(self, seconds: float) -> None:
-        self.core.stage.clock.seconds += seconds
+        self.core.engine.pass_time(seconds)
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
@@ -196,7 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert asked.is_aborted
         elif end.reason is FinishReason.EXPIRED:
             seconds = [s for s in (asked.service.queue_seconds, asked.service.deadline_seconds) if s is not None]
-            assert self.core.stage.clock.now() >= asked.at + min(seconds)
+            assert self.core.now() >= asked.at + min(seconds)
         elif end.reason is FinishReason.FAILED:
             assert self.faults >= 2 and "a step that fails" in end.error
         elif asked.stopped_at is not None and end.usage.output_tokens == asked.stopped_at:

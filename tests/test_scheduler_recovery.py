@@ -34,23 +34,33 @@ from cuelight.messages.scheduler import (
     StepDone,
 )
 
-KILLED = ExitCause.SIGNALED, "SIGKILL"
-
 
 class Poisoned(WatchedDevice):
-    """Is lost over a step with any of `poison` in it."""
+    """A step with any of `poison` in it calls `harm`."""
+
+    harm: Callable[[], object]
 
     def run(self, batch: StubBatch) -> StepDone:
         if any(chunk.request_id in self.poison for chunk in batch.step.chunks):
-            raise DeviceLost("poisoned")
+            self.harm()
         done: StepDone = super().run(batch)
         return done
 
 
-def poisoned(*poison: int) -> Poisoned:
-    device = Poisoned(100, 4)
-    device.poison = set(poison)
-    return device
+def poisoned_core(seed: int, *poison: int, steps_in_flight: int, is_killed: bool = False) -> Core:
+    """A core whose executor crashes, or is killed from outside, over a step with any of `poison` in it."""
+
+    def lose() -> None:
+        raise DeviceLost("poisoned")
+
+    def device() -> Poisoned:
+        made = Poisoned(100, 4)
+        made.poison = set(poison)
+        made.harm = (lambda: core.kill_executor("by a test")) if is_killed else lose
+        return made
+
+    core = Core(seed, device=device(), new_device=device, steps_in_flight=steps_in_flight)
+    return core
 
 
 def admit_all(core: Core, count: int, max_tokens: int = 12) -> None:
@@ -66,21 +76,6 @@ def check_outputs(core: Core, count: int, max_tokens: int = 12, without: tuple[i
             assert core.ends()[request_id].reason is reason
 
 
-def run_through_deaths(
-    core: Core, device: Callable[[], StubDevice], cause: ExitCause = ExitCause.CRASHED, killed_by: str = ""
-) -> int:
-    """Deliver until all is at rest, with a new device whenever one is lost; how often that was."""
-    deaths = 0
-    while True:
-        try:
-            finish(core)
-        except DeviceLost:
-            deaths += 1
-            core.lose_executor("it died", device(), cause, killed_by)
-        else:
-            return deaths
-
-
 def heard(core: Core, kind: type[object]) -> list[object]:
     return [message for message in core.observer.messages if isinstance(message, kind)]
 
@@ -91,7 +86,7 @@ def test_streams_go_on_over_an_executors_death(seed: int, steps: int) -> None:
     core = Core(seed, device=StubDevice(60, 4), steps_in_flight=seed % 3 + 1, running_max=3)
     admit_all(core, 5)
     for _ in range(steps):
-        core.stage.step()
+        core.step()
     core.lose_executor("a driver bug")
     finish(core)
     check_outputs(core, 5)
@@ -104,7 +99,7 @@ def test_streams_go_on_over_the_cache_managers_death(seed: int) -> None:
     core = Core(seed, device=StubDevice(60, 4), running_max=3)
     admit_all(core, 5)
     for _ in range(40 + 3 * seed):
-        core.stage.step()
+        core.step()
     core.lose_cache()
     finish(core)
     check_outputs(core, 5)
@@ -118,7 +113,7 @@ def test_an_answer_to_a_question_that_is_void_is_not_taken() -> None:
     state = scheduler_of(core)._state
     step_until(core, lambda: state._block_requests.asked is not None)
     core.lose_cache()
-    step_until(core, lambda: len(core.stage._queues["scheduler"]) == 0)
+    step_until(core, lambda: core.engine.waiting("scheduler") == 0)
     scheduler_of(core).handle(Granted(0, (), (RequestId(0),)))
     assert is_live(core, 0)
     finish(core)
@@ -140,12 +135,13 @@ def test_nothing_is_planned_until_there_is_another_executor() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize(("death", "deaths"), [((ExitCause.CRASHED, ""), 3), (KILLED, 5)])
-def test_a_request_that_kills_the_executor_fails_alone(death: tuple[ExitCause, str], deaths: int, seed: int) -> None:
+@pytest.mark.parametrize(("is_killed", "deaths"), [(False, 3), (True, 5)])
+def test_a_request_that_kills_the_executor_fails_alone(is_killed: bool, deaths: int, seed: int) -> None:
     """A kill from outside says less of whoever was there, so two more of those are borne."""
-    core = Core(seed, device=poisoned(2), steps_in_flight=2)
+    core = poisoned_core(seed, 2, steps_in_flight=2, is_killed=is_killed)
     admit_all(core, 5)
-    assert run_through_deaths(core, lambda: poisoned(2), *death) == deaths
+    finish(core)
+    assert core.engine.deaths["executor"] == deaths
     check_outputs(core, 5, without=(2,))
     assert core.ends()[2].failure is FailureCause.EXECUTOR_DEATHS
     assert core.ends()[2].error.startswith(f"it has brought the executor down {deaths} times, at last alone with it")
@@ -154,9 +150,9 @@ def test_a_request_that_kills_the_executor_fails_alone(death: tuple[ExitCause, s
 
 @pytest.mark.parametrize("seed", range(8))
 def test_several_fail_one_after_another_and_the_others_go_on(seed: int) -> None:
-    core = Core(seed, device=poisoned(0, 3), steps_in_flight=3)
+    core = poisoned_core(seed, 0, 3, steps_in_flight=3)
     admit_all(core, 5)
-    run_through_deaths(core, lambda: poisoned(0, 3))
+    finish(core)
     check_outputs(core, 5, without=(0, 3))
     assert {core.ends()[request_id].reason for request_id in (0, 3)} == {FinishReason.FAILED}
 
@@ -226,20 +222,16 @@ def test_a_step_that_was_done_is_new_hope() -> None:
 
 
 def test_an_executor_that_hangs_is_killed() -> None:
-    kills: list[str] = []
-    core = Core(0, device=StubDevice(60, 4), kill_executor=kills.append)
+    core = Core(0, device=StubDevice(60, 4), executor="process")
     finish(core)
     admit_all(core, 2, max_tokens=40)
     step_until(core, lambda: len(core.outputs().get(1, ())) > 5 and len(scheduler_of(core)._state._steps) > 0)
-    core.stage.drop("executor device")
-    core.stage.drop("executor prepare")
-    core.executor.actor = type("Deaf", (), {"handle": lambda *_: None})()
-    before = core.stage.clock.seconds
-    while not kills:
-        assert core.stage.step()
-    assert STEP_SECONDS <= core.stage.clock.seconds - before < STEP_SECONDS + 1, "learnt from the steps before"
-    assert kills == ["the executor has not answered for 5 s"]
-    core.lose_executor(kills[-1], None, ExitCause.KILLED, "scheduler")
+    core.executor.actor = Deaf()
+    before = core.now()
+    while not core.kills:
+        assert core.step()
+    assert core.now() - before == pytest.approx(STEP_SECONDS, abs=1), "learnt from the steps before"
+    assert core.kills == ["the executor has not answered for 5 s"]
     finish(core)
     check_outputs(core, 2, max_tokens=40)
 
@@ -252,62 +244,54 @@ class Deaf:
     def handle(self, _message: object) -> None: ...
 
 
-def waits_for_a_kill(core: Core, kills: list[str]) -> float:
+def waits_for_a_kill(core: Core) -> float:
     """Seconds until it comes."""
-    core.stage.drop("executor device")
-    core.stage.drop("executor prepare")
     core.executor.actor = Deaf()
-    before = core.stage.clock.seconds
-    while not kills:
-        assert core.stage.step()
-    return core.stage.clock.seconds - before
+    before = core.now()
+    while not core.kills:
+        assert core.step()
+    return core.now() - before
 
 
 def test_an_executor_that_hangs_in_its_first_step_is_killed() -> None:
-    kills: list[str] = []
-    core = Core(0, device=StubDevice(60, 4), kill_executor=kills.append)
+    core = Core(0, device=StubDevice(60, 4), executor="process")
     finish(core)
     admit_all(core, 2)
-    assert waits_for_a_kill(core, kills) == pytest.approx(FIRST_STEP_SECONDS, abs=1)
+    assert waits_for_a_kill(core) == pytest.approx(FIRST_STEP_SECONDS, abs=1)
 
 
 def test_the_first_step_may_take_longer_where_the_start_did() -> None:
-    kills: list[str] = []
-    core = Core(0, device=StubDevice(60, 4), kill_executor=kills.append)
+    core = Core(0, device=StubDevice(60, 4), executor="process")
     finish(core)
     core.scheduler.tell(Terminated("executor", "it died", True, ExitCause.CRASHED))
     core.scheduler.tell(ExecutorReady(60, 4, life=7, seconds=20.0))
     admit_all(core, 2)
-    assert waits_for_a_kill(core, kills) == pytest.approx(200, abs=1)
+    assert waits_for_a_kill(core) == pytest.approx(200, abs=1)
 
 
 def test_an_executor_that_hangs_while_it_takes_another_one_s_place_is_killed() -> None:
-    kills: list[str] = []
-    core = Core(0, device=StubDevice(60, 4), kill_executor=kills.append)
+    core = Core(0, device=StubDevice(60, 4), executor="process")
     finish(core)
     core.scheduler.tell(Terminated("executor", "it died", True, ExitCause.CRASHED))
-    assert waits_for_a_kill(core, kills) == pytest.approx(START_SECONDS, abs=1)
-    assert "take the place of a lost one" in kills[0]
+    assert waits_for_a_kill(core) == pytest.approx(START_SECONDS, abs=1)
+    assert "take the place of a lost one" in core.kills[0]
 
 
 def test_an_executor_that_does_not_report_is_killed() -> None:
-    kills: list[str] = []
-    core = Core(0, device=StubDevice(60, 4), kill_executor=kills.append)
-    core.stage.drop("executor device")
-    core.stage.drop("scheduler")
-    core.executor.actor = type("Deaf", (), {"handle": lambda *_: None})()
-    while not kills:
-        assert core.stage.step()
-    assert core.stage.clock.seconds == pytest.approx(REPORT_SECONDS, abs=1)
-    assert kills == ["the executor that was asked for a report has not answered for 300 s"]
+    core = Core(0, device=StubDevice(60, 4), executor="process")
+    core.executor.actor = Deaf()
+    while not core.kills:
+        assert core.step()
+    assert core.now() == pytest.approx(REPORT_SECONDS, abs=1)
+    assert core.kills == ["the executor that was asked for a report has not answered for 300 s"]
 
 
 def test_a_model_that_cannot_be_loaded_fails_the_start_and_is_tried_again_later() -> None:
-    kills: list[str] = []
-    core = Core(0, device=StubDevice(60, 4), kill_executor=kills.append)
+    core = Core(0, device=StubDevice(60, 4), executor="process")
     finish(core)
     scheduler_of(core).handle(ExecutorFailed("no weights"))
-    assert kills == ["it cannot load the model: no weights"]
+    step_until(core, lambda: core.kills)
+    assert core.kills == ["it cannot load the model: no weights"]
     assert not heard(core, LoadFailed)
     hopeless = Core(0, device=StubDevice(60, 4))
     scheduler_of(hopeless).handle(ExecutorFailed("no weights"))
@@ -351,10 +335,8 @@ class New:
     """A scheduler that has not heard what it is to remember."""
 
     def __init__(self) -> None:
-        self.core = Core(0, device=StubDevice(60, 4))
-        scheduler = scheduler_of(self.core)
-        scheduler._state._is_open = False
-        self.life = scheduler._life
+        self.core = Core(0, device=StubDevice(60, 4), restores=False)
+        self.life = scheduler_of(self.core)._life
 
     def remember(self, *admitted: Admit, aborted: tuple[int, ...] = (), **histories: tuple[int, ...]) -> None:
         told = tuple((RequestId(int(name[1:])), tokens) for name, tokens in histories.items())
@@ -402,12 +384,12 @@ def test_until_it_has_heard_it_plans_nothing_and_forgets_nothing() -> None:
     ):
         core.scheduler.tell(message)
     core.scheduler.tell(IntakeStarted())
-    while core.stage.step():
+    while core.step():
         pass
     assert core.device.steps == 0
     assert SchedulerStarted(new.life) in core.intake.messages, "an intake that is new has not heard the question"
     core.scheduler.tell(RestoreState(new.life + 1, None, (admit_message(9),), (), ()))
-    while core.stage.step():
+    while core.step():
         pass
     assert not is_live(core, 9), "that was for one before"
     new.remember(admit_message(1), admit_message(2), aborted=(2,))
@@ -415,7 +397,7 @@ def test_until_it_has_heard_it_plans_nothing_and_forgets_nothing() -> None:
     assert set(core.ends()) == {1, 2, 5, 6}
     assert core.ends()[2].reason is core.ends()[5].reason is FinishReason.CANCELLED
     assert (core.ends()[6].reason, core.ends()[6].error) == (FinishReason.FAILED, "crash")
-    (histories,) = [m for m in core.detokenizer.messages if isinstance(m, detokenizer.Histories)]
+    (histories,) = told_histories(core)
     assert {ended.request_id for ended, _ in histories.ended} == {2, 5, 6}
 
 
@@ -432,7 +414,7 @@ def test_one_that_it_cannot_take_does_not_take_the_others_with_it() -> None:
 def test_what_has_output_comes_first() -> None:
     new = New()
     new.remember(admit_message(1, max_tokens=9), admit_message(2, max_tokens=9), _2=(500,))
-    while new.core.stage.step():
+    while new.core.step():
         waiting = scheduler_of(new.core)._state._queue
         if len(waiting) == 2:
             assert [each.request_id for each in waiting.head(2)] == [2, 1]
@@ -448,7 +430,11 @@ class Silent:
 
     def __init__(self) -> None:
         self.core = Core(0, device=StubDevice(60, 4))
-        self.core.detokenizer._scheduler = type("Nobody", (), {"tell": lambda *_: None})()
+        self.core.confirm_nothing()
+
+
+def told_histories(core: Core) -> list[detokenizer.Histories]:
+    return [message for message in core.detokenizer.messages if isinstance(message, detokenizer.Histories)]
 
 
 def test_a_request_that_is_admitted_again_has_its_history_told_again() -> None:
@@ -457,12 +443,14 @@ def test_a_request_that_is_admitted_again_has_its_history_told_again() -> None:
     step_until(core, lambda: len(core.outputs().get(1, ())) >= 3)
     core.detokenizer.take()
     scheduler_of(core).handle(admit_message(1, max_tokens=30))
-    (told,) = [m for m in core.detokenizer.messages if isinstance(m, detokenizer.Histories)]
+    step_until(core, lambda: told_histories(core))
+    (told,) = told_histories(core)
     ((request_id, tokens),) = told.live
     assert request_id == 1 and len(tokens) >= 3 and told.ended == ()
     finish(core)
     core.detokenizer.take()
     scheduler_of(core).handle(admit_message(1, max_tokens=30))
+    finish(core)
     (told,) = core.detokenizer.take()
     ((ended, tokens),) = told.ended
     assert ended.request_id == 1 and list(tokens) == expected_output([1, 7, 9], Sampling(max_tokens=30))[0]
@@ -521,8 +509,9 @@ def test_one_that_comes_again_has_nothing_of_what_was_asked_for_before(
     step_until(core, lambda: state._block_requests.asked is not None and (running(core) == 0) is is_waiting)
     scheduler_of(core).handle(Abort(RequestId(1)))
     scheduler_of(core).handle(Closed((RequestId(1),)))
-    core.detokenizer.take()
     scheduler_of(core).handle(admit_message(1, max_tokens=30))
+    step_until(core, core.ends)
+    core.detokenizer.take()
     finish(core)
     assert core.outputs()[1] == expected_output([1, 7, 9], Sampling(max_tokens=30))[0]
     assert "step_raised" not in caplog.text
@@ -534,8 +523,9 @@ def test_a_token_of_one_that_is_over_is_not_given_to_who_came_since() -> None:
     step_until(core, lambda: len(core.outputs().get(1, ())) == 3 and len(scheduler_of(core)._state._steps) > 0)
     scheduler_of(core).handle(Abort(RequestId(1)))
     scheduler_of(core).handle(Closed((RequestId(1),)))
-    core.detokenizer.take()
     scheduler_of(core).handle(admit_message(1, max_tokens=30))
+    step_until(core, core.ends)
+    core.detokenizer.take()
     finish(core)
     assert core.outputs()[1] == expected_output([1, 7, 9], Sampling(max_tokens=30))[0]
 
@@ -611,7 +601,7 @@ def test_what_was_saved_before_the_executor_died_is_loaded_and_not_computed(last
     second = lasting(first._host_slots if lasts else None)
     if not lasts:
         second.host = msgspec.structs.replace(second.host, memory=6)
-    core.lose_executor("it was killed", second, *KILLED)
+    core.lose_executor("by a test", second, is_killed=True)
     finish(core)
     assert core.blocks().host_blocks_used == (used if lasts else 0), "at rest, all copies are known to be made"
     core.detokenizer.messages.clear()
@@ -627,12 +617,11 @@ def test_copies_of_steps_that_nobody_has_answered_may_not_have_been_made() -> No
     core = Core(0, device=lasting())
     admit_long(core, 2)
     finish(core)
-    core.stage.drop("executor device")
     core.executor.actor = Deaf()
     core.admit(7, list(range(700, 740)), Sampling(max_tokens=2))
     step_until(core, lambda: core.blocks().blocks_saved > 0 and len(scheduler_of(core)._state._steps) > 0)
     assert core.blocks().host_blocks_used > 0
-    core.lose_executor("it was killed", lasting(), *KILLED)  # where nothing has been saved
+    core.lose_executor("by a test", lasting(), is_killed=True)  # where nothing has been saved
     step_until(core, lambda: not core.blocks().host_blocks_used)
     finish(core)
     assert core.ends()[7].reason is FinishReason.LENGTH

@@ -275,7 +275,7 @@ def test_once_admitted_a_queue_deadline_is_past_even_after_a_preemption(seed: in
     for request_id in range(3):
         core.admit(request_id, [request_id] * 8, Sampling(max_tokens=30), service=Service(queue_seconds=0.1))
     step_until(core, lambda: preemptions(core) > 0)
-    core.stage.clock.seconds += 100.0
+    core.engine.pass_time(100.0)
     finish(core)
     assert all(end.reason is FinishReason.LENGTH for end in core.ends().values())
 
@@ -304,7 +304,7 @@ def test_a_deadline_ends_a_request_in_any_state(state: str, seed: int) -> None:
         ),
     }
     step_until(core, reached[state])
-    core.stage.clock.seconds = max(core.stage.clock.seconds, 50.0)
+    core.engine.pass_time(max(0.0, 50.0 - core.now()))
     finish(core)
     assert expired(core, 2) == "its deadline has passed"
     for request_id in range(2):
@@ -320,7 +320,7 @@ def test_a_deadline_that_passed_before_the_scheduler_heard_of_the_request() -> N
     core.admit(0, [1, 2], Sampling(max_tokens=50))
     step_until(core, lambda: is_running(core, 0))
     core.admit(1, [1, 2], Sampling(), service=Service(deadline_seconds=0.5))
-    core.stage.clock.seconds += 1.0
+    core.engine.pass_time(1.0)
     step_until(core, lambda: 1 in core.ends())
     assert is_live(core, 0) and expired(core, 1)
     finish(core)

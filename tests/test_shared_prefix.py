@@ -96,7 +96,7 @@ def test_a_leader_that_is_cancelled_is_followed_by_another(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_leader_that_expires_is_followed_by_another(seed: int) -> None:
     core, _ = leader_in_the_middle(seed, service=Service(deadline_seconds=5.0))
-    core.stage.clock.seconds = 5.0
+    core.engine.pass_time(5.0 - core.now())
     finish(core)
     assert core.ends()[0].reason is FinishReason.EXPIRED
     outputs_are_right(core, range(1, 5), Sampling(max_tokens=4))
@@ -139,7 +139,7 @@ def test_the_leader_leaves_at_any_moment(seed: int) -> None:
         core = Core(seed, device=WatchedDevice(100, 4), token_budget=8, running_max=8)
         together(core, 3, Sampling(max_tokens=2))
         for _ in range(moment):
-            core.stage.step()
+            core.step()
             check(core)
         core.abort(0)
         finish(core)
@@ -154,7 +154,7 @@ def test_those_who_wait_are_not_forgotten_when_the_last_block_comes_meanwhile(se
         core = Core(seed, device=device, token_budget=16, running_max=8, long_prefill_tokens=8)
         core.admit(0, [*PREFIX, 0], Sampling(max_tokens=200))
         for _ in range(moment):
-            core.stage.step()
+            core.step()
         core.admit(1, [*PREFIX, 1], Sampling(max_tokens=2))
         step_until(core, lambda core=core: 1 in core.ends())
         assert len(core.outputs().get(0, [])) < 60, "the second does not wait for the end of the first"
@@ -191,7 +191,7 @@ def test_who_is_set_aside_is_tried_twice_and_not_at_every_chunk(monkeypatch: pyt
     core = Core(1, device=WatchedDevice(400, 4), token_budget=8, running_max=16, long_prefill_tokens=4)
     prefix = list(range(2000, 2200))
     asked: list[int] = []
-    step_until(core, lambda: scheduler_of(core)._state.pool and not core.stage._queues["cache"])
+    step_until(core, lambda: scheduler_of(core)._state.pool and not core.engine.waiting("cache"))
     tables = tables_of(core)
     sound = tables.is_being_computed
 
@@ -209,7 +209,7 @@ def test_more_than_can_be_set_aside_still_all_end() -> None:
     core = Core(2, device=WatchedDevice(600, 4), token_budget=32, running_max=100, long_prefill_tokens=8)
     together(core, DEFERRED_MAX + 100, Sampling(max_tokens=1))
     for _ in range(200_000):
-        if not core.stage.step():
+        if not core.step():
             break
     outputs_are_right(core, range(DEFERRED_MAX + 100), Sampling(max_tokens=1))
     assert not scheduler_of(core)._state._gate.prefix_waiters
@@ -235,7 +235,7 @@ def test_tiny_pools_and_any_order_of_delivery(seed: int) -> None:
     for request_id in range(8):
         core.admit(request_id, [*PREFIX, request_id], sampling, service=Service(tenant=chance.choice("ab")))
         for _ in range(chance.choice([0, 0, 0, 20])):
-            core.stage.step()
+            core.step()
             check(core)
     finish(core)
     outputs_are_right(core, range(8), sampling)

@@ -7,10 +7,11 @@ from dataclasses import fields
 
 import pytest
 from scheduling import WatchedDevice, explained, finish, scheduler_of
-from support import Core, Stage
+from support import Core
 
 from cuelight.actors.scheduler.patience import ANSWER_SECONDS, FACTOR, RECENT_ANSWERS, Watchdog, Watchdogs
 from cuelight.kernel import Timer
+from cuelight.kernel.virtual import VirtualClock, VirtualTimer
 from cuelight.messages.cache import CacheMessage, Reserve
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.request import Sampling
@@ -25,10 +26,10 @@ class Deaf:
 
 def passes(core: Core, seconds: float) -> None:
     """Deliver everything that happens in that time."""
-    until = core.stage.clock.seconds + seconds
-    core.stage.after(seconds, lambda: None)
-    while core.stage.clock.seconds < until:
-        assert core.stage.step()
+    until = core.now() + seconds
+    core.engine.simulation.at(until, lambda: None)
+    while core.now() < until:
+        assert core.step()
 
 
 @pytest.mark.parametrize("who", ["executor", "cache manager"])
@@ -72,7 +73,7 @@ def test_nobody_is_awaited_at_rest() -> None:
     core = Core(0, device=WatchedDevice(50, 4))
     core.admit(0, [1, 2, 3], Sampling(max_tokens=4))
     finish(core)
-    assert core.stage.clock.seconds < ANSWER_SECONDS
+    assert core.now() < ANSWER_SECONDS
     assert all(getattr(scheduler_of(core)._watchdogs, each.name)._timer is None for each in fields(Watchdogs))
 
 
@@ -82,20 +83,26 @@ def test_a_step_that_failed_is_not_waited_for() -> None:
     core.device.failures = 2
     core.admit(0, [1, 2, 3], Sampling(max_tokens=4))
     finish(core)
-    assert core.stage.clock.seconds < ANSWER_SECONDS
+    assert core.now() < ANSWER_SECONDS
 
 
 def test_one_timer_runs_where_a_wake_up_is_heard_after_it_was_given_up() -> None:
     """The timer is over, and before the scheduler hears of it the answer comes and another question goes out."""
-    stage = Stage(0)
-    watchdog = Watchdog(lambda seconds: stage.after(seconds, lambda: None), ANSWER_SECONDS, ANSWER_SECONDS)
+    clock = VirtualClock()
+    timers: list[VirtualTimer] = []
+
+    def wake_after(seconds: float) -> Timer:
+        timers.append(clock.call_at(clock.now() + seconds, lambda: None))
+        return timers[-1]
+
+    watchdog = Watchdog(wake_after, ANSWER_SECONDS, ANSWER_SECONDS)
     watchdog.asked(0.0)
     watchdog.answered(ANSWER_SECONDS)
     watchdog.asked(ANSWER_SECONDS)
     assert watchdog.silence(ANSWER_SECONDS) is None
-    assert len(stage._timers) == 1
+    assert [timer.callback is not None for timer in timers].count(True) == 1
     watchdog.answered(ANSWER_SECONDS)
-    assert not stage._timers
+    assert all(timer.callback is None for timer in timers)
 
 
 class Watch:
@@ -103,12 +110,12 @@ class Watch:
 
     def __init__(self, least: float, first: float, fixed: float | None = None) -> None:
         self.due: list[float] = []
-        self._stage = Stage(0)
+        self._clock = VirtualClock()
         self.watchdog = Watchdog(self._wake_after, least, first, fixed)
 
     def _wake_after(self, seconds: float) -> Timer:
         self.due.append(seconds)
-        return self._stage.after(seconds, lambda: None)
+        return self._clock.call_later(seconds, lambda: None)
 
 
 def test_whoever_took_long_before_may_take_longer() -> None:

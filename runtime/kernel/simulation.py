@@ -110,7 +110,7 @@ class Simulation(ActorTable):
         self._is_running = True
         try:
             for _ in range(steps_max):
-                if not self._step(until_seconds):
+                if not self.step(until_seconds):
                     return
         finally:
             self._is_running = False
@@ -138,7 +138,7 @@ class Simulation(ActorTable):
             self._history.add(event)
         self._own_tap(event)
 
-    def _step(self, until_seconds: float) -> bool:
+    def step(self, until_seconds: float = math.inf) -> bool:
         """Let one thing happen; False where nothing can."""
         if ready := [task for task in self._tasks if task.is_ready()]:
             ready[int(self._chance.random() * len(ready))].step()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
+from benchmark_modules import benchmark
 
 from cuelight import model_path
 from cuelight.actors.executor.batch import Batch, Draw, Sequence
@@ -20,19 +17,7 @@ from cuelight.actors.executor.native.runner import NativeRunner
 from cuelight.actors.scheduler.actor import Scheduler
 from cuelight.messages.request import RequestId, Sampling
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
-
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY, LAYERS = 8, 2, 1, 4, 16, 32, 3
-
-
-def benchmark(name: str) -> ModuleType:
-    """The benchmarks are no part of the package; with the checkout on the path there would be two of each class."""
-    if "benchmarks" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("benchmarks", FOLDER / "__init__.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules["benchmarks"] = package = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(package)
-    return importlib.import_module(f"benchmarks.{name}")
 
 
 @pytest.mark.model

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from test_benchmarks import benchmark
+from benchmark_modules import benchmark
 
 from cuelight.health import Recovery
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NewType, TypeAlias
+from typing import Final, NewType, TypeAlias
 
 import msgspec
 
 RequestId = NewType("RequestId", int)
+
+NULL_BLOCK: Final = 0
+"""The block that is never granted: padding in block tables points to it, and no request has tokens in it."""
 
 
 class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ from cuelight import errors
 from cuelight.actors.executor.building import load_model
 from cuelight.actors.executor.lasting import LastingMemory
 from cuelight.config import EngineConfig, is_one_of, read_facts, shown
-from cuelight.ensemble import Ensemble, Lead, Roles, executor_spec, lasting_memory, load_options
+from cuelight.ensemble import Ensemble, Lead, Roles, context_length, executor_spec, lasting_memory, load_options
 from cuelight.fingerprint import Fingerprint, fingerprint
 from cuelight.kernel import ActorSpec, Address, NotSendable, Role, System
 from cuelight.messages.executor import ExecutorMessage
@@ -135,10 +135,10 @@ class Models:
         self._executors += 1
         role = new_role(self._stage.cast.executor, self._executors)
         facts, mark = other.origin.facts, other.origin.fingerprint
-        context_length = min(facts.context_length, self._config.context_length or facts.context_length)
+        longest = context_length(facts, self._config)
 
         def switch(reply_to: Address[Switched | SwitchFailed]) -> Switch:
-            return Switch(role.name, mark.model, recompute, context_length, facts.eos_token_ids, reply_to)
+            return Switch(role.name, mark.model, recompute, longest, facts.eos_token_ids, reply_to)
 
         def over(is_done: bool) -> None:
             self._reload, self._is_busy = None, False

@@ -8,8 +8,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from benchmark_modules import FOLDER, benchmark
 from engines import NET_SECONDS, at_rest, expected_tokens, gated, until
-from test_benchmarks import FOLDER, benchmark
 
 from cuelight import Stream, errors
 from cuelight.testing import crash, stub_engine

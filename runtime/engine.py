@@ -203,8 +203,7 @@ class Engine:
             RequestRejected: one of its kinds; see `cuelight.errors`.
             EngineUnavailable: not started, closed, or broken.
         """
-        self._requests.check_new(1)
-        return self._requests.submit(self._requests.read(prompt, options))
+        return self._requests.send(self._requests.read(prompt, options))
 
     async def generate(self, prompt: object, **options: Unpack[RequestOptions]) -> Result:
         """Submit a request and wait for its whole output. Raises as `stream` does, and RequestFailed."""
@@ -221,8 +220,7 @@ class Engine:
         limit = self._config.queue_limit
         if not 1 <= count <= limit:
             raise errors.BadSampling(f"count is {shown(count)}; it must be from 1 to the queue limit, {limit}")
-        self._requests.check_new(count)
-        return self._requests.samples(self._requests.read(prompt, options), count)
+        return self._requests.samples(self._requests.read(prompt, options, count), count)
 
     async def generate_many(
         self, prompts: Iterable[object], *, progress: bool = False, **options: Unpack[RequestOptions]

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from benchmarks.native_limits import Ceilings
+from benchmarks.numpy_sampling import Floats, choose
 from cuelight.actors.executor.batch import Draw
 from cuelight.actors.executor.model.sampling import sample as torch_sample
 from cuelight.actors.executor.native.sampler import Sampler
-from cuelight.actors.executor.native.sampling import Floats, choose
 from cuelight.messages.request import RequestId, Sampling
 
 VOCABULARY = 49152

@@ -15,6 +15,9 @@ ExecutorId = NewType("ExecutorId", int)
 FIRST_EXECUTOR: Final = ExecutorId(1)
 """The executor that an engine starts with."""
 
+NULL_BLOCK: Final = 0
+"""The block that is never granted: padding in block tables points to it, and no request has tokens in it."""
+
 
 class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One chat message: who speaks (`system`, `user`, `assistant`, …) and what."""

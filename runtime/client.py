@@ -19,10 +19,16 @@ REFUSALS: dict[Refusal, type[errors.RequestRejected]] = {
     Refusal.TOKEN_OUT_OF_RANGE: errors.TokenOutOfRange,
     Refusal.BAD_SAMPLING: errors.BadSampling,
     Refusal.WRONG_TYPE: errors.WrongType,
-    Refusal.QUEUE_FULL: errors.QueueFull,
     Refusal.BAD_SERVICE: errors.BadService,
     Refusal.UNKNOWN_TENANT: errors.UnknownTenant,
 }
+
+
+def rejection(refusal: Refusal, reason: str, retry_after_seconds: float | None) -> errors.RequestRejected:
+    """The exception for what intake refuses."""
+    if refusal is Refusal.QUEUE_FULL:
+        return errors.QueueFull(reason, retry_after_seconds)
+    return REFUSALS[refusal](reason)
 
 
 @dataclass(frozen=True)
@@ -100,9 +106,7 @@ class Inbox:
             case Rejected(refusal=Refusal.QUEUE_FULL) if self.is_accepted:
                 pass  # a copy that was sent before it was accepted; a later one says that it was
             case Rejected():
-                self.error = REFUSALS[message.refusal](message.reason)
-                if isinstance(self.error, errors.QueueFull):
-                    self.error.retry_after_seconds = message.retry_after_seconds
+                self.error = rejection(message.refusal, message.reason, message.retry_after_seconds)
                 self._finish()
             case _:
                 assert_never(message)

@@ -201,8 +201,8 @@ class Engine:
             RequestRejected: one of its kinds; see `cuelight.errors`.
             EngineUnavailable: not started, closed, or broken.
         """
-        self._running.requests.check_new(1)
-        return self._running.requests.submit(self._running.requests.read(prompt, options))
+        requests = self._running.requests
+        return requests.send(requests.read(prompt, options))
 
     async def generate(self, prompt: object, **options: Unpack[RequestOptions]) -> Result:
         """Submit a request and wait for its whole output. Raises as `stream` does, and RequestFailed."""
@@ -219,8 +219,8 @@ class Engine:
         limit = self._config.queue_limit
         if not 1 <= count <= limit:
             raise errors.BadSampling(f"count is {shown(count)}; it must be from 1 to the queue limit, {limit}")
-        self._running.requests.check_new(count)
-        return self._running.requests.samples(self._running.requests.read(prompt, options), count)
+        requests = self._running.requests
+        return requests.samples(requests.read(prompt, options, count), count)
 
     async def generate_many(
         self, prompts: Iterable[object], *, progress: bool = False, **options: Unpack[RequestOptions]

@@ -14,13 +14,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from cuelight.actors.detokenizer.vocabulary import load_decoder, load_kept_decoder
-from cuelight.actors.intake.tokenizer import TOKENIZER_FILE, PromptEncoder
+from cuelight.actors.intake.tokenizer import REFUSAL_FILE, TOKENIZER_FILE, PromptEncoder
 from cuelight.errors import ModelUnavailable
 from cuelight.kernel import get_logger
 from cuelight.model_cache import built_once
 
 KEEPER = "cuelight.actors.intake.keeping"
-REFUSAL_FILE = "refused.txt"
 KEEPER_SECONDS_MAX = 120.0
 
 log = get_logger("cuelight.engine")

@@ -1,14 +1,14 @@
 """Checks a local Hugging Face folder as far as that is cheap, so that a mistake is named here and not deep in a loader.
 
-Knows the layout of such a folder and of a safetensors file; nothing of where it came from.
+Knows the layout of such a folder; nothing of where it came from.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 
+from cuelight.actors.executor.safetensors_header import BadHeader, read_header
 from cuelight.errors import ModelUnavailable
 
 
@@ -61,17 +61,12 @@ def _check_shards(folder: Path) -> None:
 
 
 def _check_safetensors(file: Path) -> None:
-    """A safetensors file starts with the length of its JSON header, which says where the last tensor ends."""
+    """Compare the size of a safetensors file with where its header says that the last tensor ends."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            (header_bytes,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(min(header_bytes, size)))
-        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-        expected = 8 + header_bytes + max(ends, default=0)
+        size, expected = file.stat().st_size, read_header(file).file_bytes
     except OSError as error:
         raise ModelUnavailable(f"{file} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, struct.error) as error:
+    except BadHeader as error:
         raise ModelUnavailable(f"{file} is not a safetensors file, or is cut short. Copy it again.") from error
     if size != expected:
         raise ModelUnavailable(f"{file} is damaged: it has {size} bytes instead of {expected}. Copy it again.")

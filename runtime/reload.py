@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias, assert_never
 from cuelight import errors
 from cuelight.actors.executor.lasting import LastingMemory
 from cuelight.config import is_one_of, shown
-from cuelight.ensemble import ActiveExecutor, Roles
+from cuelight.ensemble import ActiveExecutor, Roles, context_length
 from cuelight.kernel import ActorSpec, NotSendable, Recipient, Role, System
 from cuelight.loaders import ModelLoader, NextModel
 from cuelight.messages.executor import ExecutorMessage
@@ -101,10 +101,10 @@ class Models:
     def _begin_reload(self, other: NextModel, recompute: bool) -> Reload:
         self._latest = executor_id = ExecutorId(self._latest + 1)
         facts, mark = other.origin.facts, other.origin.fingerprint
-        context_length = min(facts.context_length, self._config.context_length or facts.context_length)
+        longest = context_length(facts, self._config)
 
         def switch(reply_to: Recipient[Switched | SwitchFailed]) -> Switch:
-            return Switch(executor_id, mark.model, recompute, context_length, facts.eos_token_ids, reply_to)
+            return Switch(executor_id, mark.model, recompute, longest, facts.eos_token_ids, reply_to)
 
         def over(is_done: bool) -> None:
             self._reload, self._is_busy = None, False

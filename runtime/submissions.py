@@ -13,12 +13,12 @@ import msgspec
 
 from cuelight import errors
 from cuelight.actors.intake.departures import DepartureRate
+from cuelight.actors.intake.limits import check_room
 from cuelight.actors.intake.prompts import parse_prompt
 from cuelight.actors.intake.refusal import Refused, UnknownOption
-from cuelight.actors.intake.service import SERVICE_OPTIONS, parse_service
-from cuelight.actors.intake.validation import parse_sampling
+from cuelight.actors.intake.validation import parse_options
 from cuelight.availability import Availability
-from cuelight.client import REFUSALS, Inbox, Result, Stream, open_stream
+from cuelight.client import Inbox, Result, Stream, open_stream, rejection
 from cuelight.config import EngineConfig, RequestOptions
 from cuelight.kernel import ActorCrashed, Role, System, get_logger
 from cuelight.messages.address import Address
@@ -77,28 +77,24 @@ class RequestRouter:
             self._grace.cancel()
         self._open.fail(reason)
 
-    def read(self, prompt: object, options: RequestOptions) -> Asked:
-        """What a client asks for. Raises RequestRejected, EngineUnavailable and EngineDraining."""
+    def read(self, prompt: object, options: RequestOptions, count: int = 1) -> Asked:
+        """Parse a prompt and its options, of which `count` requests are to be sent at once.
+
+        Room is checked first, so that a flood is refused at a small cost. Raises RequestRejected, EngineUnavailable and
+        EngineDraining.
+        """
         self._availability.check_takes_new()
         with _typed_refusals():
-            return parse_prompt(prompt), *_parse_options(options)
+            self._check_room(count)
+            return parse_prompt(prompt), *parse_options(options)
 
-    def check_new(self, count: int) -> None:
-        """Whether so many more can be taken, before any work is done for them: a flood is refused at a small cost."""
-        self._availability.check_takes_new()
-        self._check_open(count)
+    def _check_room(self, count: int) -> None:
+        """Raise `Refused` as intake would, without the cost of a message."""
+        check_room(len(self._open), count, self._config.queue_limit, self._leaving)
 
-    def _check_open(self, count: int) -> None:
-        """Intake counts the same and would say the same; here not even a message is spent."""
-        live, limit = len(self._open), self._config.queue_limit
-        if (excess := live + count - limit) > 0:
-            reason = f"{live} requests are live, and the queue limit is {limit}"
-            raise errors.QueueFull(reason, self._leaving.seconds_for(excess))
-
-    def submit(self, asked: Asked, sample_of: RequestId | None = None) -> Stream:
-        """Send a request, which may have the prompt of the one `sample_of`. Raises QueueFull and EngineUnavailable."""
+    def send(self, asked: Asked, sample_of: RequestId | None = None) -> Stream:
+        """Send a request for which there is room, perhaps another sample of `sample_of`. Raises EngineUnavailable."""
         self._availability.check()
-        self._check_open(1)
         prompt, sampling, service = asked
         if sampling.seed is None:  # drawn here, so that it stays the same request when it is sent again
             sampling = msgspec.structs.replace(sampling, seed=self._chance.getrandbits(64))
@@ -110,11 +106,11 @@ class RequestRouter:
         return stream
 
     def samples(self, asked: Asked, count: int) -> list[Stream]:
-        """Send one prompt so many times. With a seed, each that follows has the next one. Raises as `submit`."""
+        """Send one prompt so many times. With a seed, each that follows has the next one. Raises as `send`."""
         prompt, sampling, service = asked
-        first = self.submit(asked)
+        first = self.send(asked)
         return [first] + [
-            self.submit((prompt, _reseeded(sampling, number), service), sample_of=first.request_id)
+            self.send((prompt, _reseeded(sampling, number), service), sample_of=first.request_id)
             for number in range(1, count)
         ]
 
@@ -130,7 +126,7 @@ class RequestRouter:
         """As `read`, and the loop gets its turns in between."""
         asked: list[Asked] = []
         with _typed_refusals():
-            sampling, service = _parse_options(options)
+            sampling, service = parse_options(options)
             due = self._loop.time() + TURN_SECONDS
             for prompt in prompts:
                 asked.append((parse_prompt(prompt), sampling, service))
@@ -145,7 +141,9 @@ class RequestRouter:
 
         async def serve() -> None:
             for index, each in todo:
-                results[index] = await self.submit(each).result()
+                with _typed_refusals():
+                    self._check_room(1)
+                results[index] = await self.send(each).result()
                 bar.update()
 
         servers = max(1, min(2 * self._config.running_max, self._config.queue_limit // 2, len(asked)))
@@ -252,15 +250,9 @@ def _typed_refusals() -> Iterator[None]:
     try:
         yield
     except UnknownOption as unknown:
-        raise errors.UnknownField(f"{unknown}, {', '.join(SERVICE_OPTIONS)}") from None
+        raise errors.UnknownField(str(unknown)) from None
     except Refused as refused:
-        raise REFUSALS[refused.refusal](refused.reason) from None
-
-
-def _parse_options(options: RequestOptions) -> tuple[Sampling, Service]:
-    service = {name: value for name, value in options.items() if name in SERVICE_OPTIONS}
-    sampling = {name: value for name, value in options.items() if name not in SERVICE_OPTIONS}
-    return parse_sampling(sampling), parse_service(service)
+        raise rejection(refused.refusal, refused.reason, refused.retry_after_seconds) from None
 
 
 def _reseeded(sampling: Sampling, number: int) -> Sampling:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from checked_graphs import waits
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from cuelight.actors.executor.model.graphs_checked import waits
 from cuelight.actors.executor.staging import Numbers, Staging
 from cuelight.actors.executor.stream import Event, Streams
 

@@ -8,10 +8,10 @@ import struct
 import pytest
 
 from cuelight.actors.cache.hashing import Chain
-from cuelight.actors.cache.pool import NULL_BLOCK, BlockPool
+from cuelight.actors.cache.pool import BlockPool
 from cuelight.actors.cache.tables import REFUSED_CHAINS_MAX, Tables
 from cuelight.messages.cache import Admission, Filled, Growth
-from cuelight.messages.request import RequestId
+from cuelight.messages.request import NULL_BLOCK, RequestId
 from cuelight.messages.scheduler import Grant
 
 BLOCK_SIZE = 4

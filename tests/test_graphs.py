@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from checked_graphs import CheckedGraphs, launching
 from checked_streams import Checked, watch_staging
 from plain_kernels import PlainKernels
 from tiny_models import GROUPED, Driver, Pipeline, greedy_alone, options, random_prompts, save
@@ -22,7 +23,6 @@ from cuelight.actors.executor.model import graphs as graphs_module
 from cuelight.actors.executor.model import loading
 from cuelight.actors.executor.model.attention_triton import GraphKey, Planner, Scores, Step, Tiling, Triton
 from cuelight.actors.executor.model.graphs import SIZES, Capture, CudaGraphs, DecodeGraphs, Graph, sizes_up_to
-from cuelight.actors.executor.model.graphs_checked import CheckedGraphs, launching
 from cuelight.actors.executor.model.loading import LoadedModel, load
 from cuelight.actors.executor.native.build import NoNativeCode
 from cuelight.actors.executor.runner import ModelRunner, graphs_of

@@ -230,7 +230,7 @@ def test_a_full_queue_says_when_to_come_back_once_anybody_can_tell(stage: Stage)
         assert retry_after(stage, 101 + request_id) == (pytest.approx(2.0) if request_id else None)
 
 
-def test_service_is_checked_and_goes_on_to_the_scheduler_with_the_moment_of_submission(stage: Stage) -> None:
+def test_service_goes_on_to_the_scheduler_with_the_moment_of_submission(stage: Stage) -> None:
     stage.surroundings.clock.seconds = 7.0
     service = Service("a", 3, 1.5, 20.0)
     stage.submit(1, LONG, service=service)
@@ -240,8 +240,6 @@ def test_service_is_checked_and_goes_on_to_the_scheduler_with_the_moment_of_subm
     (admit,) = stage.scheduler.take()
     assert isinstance(admit, Admit)
     assert (admit.service, admit.submitted_at) == (service, 7.0), "tokenizing counts against a deadline"
-    assert refusal_of(stage.submit(2, service=Service(deadline_seconds=-1.0))) is Refusal.BAD_SERVICE
-    assert refusal_of(stage.submit(2, service=Service(priority=True))) is Refusal.WRONG_TYPE
 
 
 def test_tenants_may_change_while_requests_of_theirs_are_live() -> None:
@@ -260,7 +258,7 @@ def test_tenants_may_change_while_requests_of_theirs_are_live() -> None:
 def test_refused_requests_do_not_count(stage: Stage) -> None:
     for request_id in range(10):
         assert refusal_of(stage.submit(request_id, "broken")) is Refusal.BAD_PROMPT
-        assert refusal_of(stage.submit(request_id, "hi", Sampling(top_k=-1))) is Refusal.BAD_SAMPLING
+        assert refusal_of(stage.submit(request_id, "hi", Sampling(stop_token_ids=(128,)))) is Refusal.TOKEN_OUT_OF_RANGE
     client = stage.submit(11, "broken" + LONG)
     stage.tokenize()
     assert refusal_of(client) is Refusal.BAD_PROMPT
@@ -272,14 +270,9 @@ def test_refused_requests_do_not_count(stage: Stage) -> None:
     [
         ("", Sampling(), Refusal.EMPTY_PROMPT),
         ((), Sampling(), Refusal.EMPTY_PROMPT),
-        (7, Sampling(), Refusal.WRONG_TYPE),
-        ((True,), Sampling(), Refusal.WRONG_TYPE),
         ((0, 128), Sampling(), Refusal.TOKEN_OUT_OF_RANGE),
         ("é", Sampling(), Refusal.TOKEN_OUT_OF_RANGE),
         (Conversation((Turn("user", "x"),)), Sampling(), Refusal.BAD_MESSAGE),
-        (Conversation((Turn("", "x"),)), Sampling(), Refusal.BAD_MESSAGE),
-        ("hi", Sampling(max_tokens="3"), Refusal.WRONG_TYPE),  # type: ignore[arg-type]
-        ("hi", Sampling(temperature=-1), Refusal.BAD_SAMPLING),
         ("hi", Sampling(stop_token_ids=(128,)), Refusal.TOKEN_OUT_OF_RANGE),
     ],
 )
@@ -334,7 +327,6 @@ def test_a_seed_is_drawn_where_there_is_none() -> None:
     assert seeds[1][0] == seeds[1][1] == random.Random(1).getrandbits(64)
     assert seeds[1] != seeds[2]
     assert admitted(Stage(), 1, Sampling(seed=0)).seed == 0
-    assert admitted(Stage(), 1, Sampling(seed=-1)).seed == 2**64 - 1
 
 
 def test_numbers_without_bound_are_brought_to_what_they_mean(stage: Stage) -> None:

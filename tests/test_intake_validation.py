@@ -12,8 +12,8 @@ import pytest
 
 from cuelight.actors.intake.prompts import check_text, check_token_ids, parse_prompt, text_length
 from cuelight.actors.intake.refusal import Refused, UnknownOption
-from cuelight.actors.intake.validation import check_sampling, parse_sampling
-from cuelight.messages.request import Conversation, Prompt, Refusal, Sampling, Turn
+from cuelight.actors.intake.validation import check_stop_tokens, parse_options, parse_sampling
+from cuelight.messages.request import Conversation, Prompt, Refusal, Sampling, Service, Turn
 
 VOCAB_SIZE = 100
 
@@ -141,8 +141,8 @@ def test_sampling(options: Mapping[str, object], fields: Mapping[str, object]) -
     parsed = parse_sampling(options)
     expected = msgspec.convert(fields, Sampling)
     assert parsed == expected
-    assert check_sampling(Sampling(**options), VOCAB_SIZE) == expected  # type: ignore[arg-type]
-    assert check_sampling(parsed, VOCAB_SIZE) == expected
+    assert parse_options(options) == (expected, Service())
+    check_stop_tokens(parsed, VOCAB_SIZE)
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(parsed), type=Sampling)
     assert decoded == parsed, "plain types that cross a process boundary"
     assert type(parsed.temperature) is float
@@ -192,24 +192,20 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "value", "refusal", "words"), REFUSED)
 def test_sampling_refused(name: str, value: object, refusal: Refusal, words: str) -> None:
-    for attempt in (
-        lambda: parse_sampling({name: value}),
-        lambda: check_sampling(Sampling(**{name: value}), VOCAB_SIZE),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(Refused) as caught:
-            attempt()
-        assert caught.value.refusal is refusal
-        assert words in caught.value.reason
+    with pytest.raises(Refused) as caught:
+        parse_options({name: value})
+    assert caught.value.refusal is refusal
+    assert words in caught.value.reason
 
 
 def test_stop_tokens_are_held_against_the_vocabulary_once_it_is_known() -> None:
     sampling = parse_sampling({"stop_token_ids": [VOCAB_SIZE]})
     with pytest.raises(Refused, match="from 0 to 99") as caught:
-        check_sampling(sampling, VOCAB_SIZE)
+        check_stop_tokens(sampling, VOCAB_SIZE)
     assert caught.value.refusal is RANGE
 
 
 def test_an_unknown_option_is_named_with_those_that_exist() -> None:
-    with pytest.raises(UnknownOption, match=r"'max_new_tokens'; the options are max_tokens, .*ignore_eos") as caught:
-        parse_sampling({"max_tokens": 0, "max_new_tokens": 5})
+    with pytest.raises(UnknownOption, match=r"'max_new_tokens'; .* are max_tokens, .*ignore_eos, tenant") as caught:
+        parse_options({"max_tokens": 0, "max_new_tokens": 5})
     assert caught.value.name == "max_new_tokens"

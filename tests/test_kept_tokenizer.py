@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from cuelight import kept_tokenizer
 from cuelight.actors.detokenizer.vocabulary import load_decoder, load_kept_decoder
 from cuelight.actors.intake import keeping
-from cuelight.actors.intake.keeping import REFUSAL_FILE, NotKept, keep
+from cuelight.actors.intake.keeping import NotKept, keep
 from cuelight.actors.intake.refusal import Refused
-from cuelight.actors.intake.tokenizer import TOKENIZER_FILE, PromptEncoder
+from cuelight.actors.intake.tokenizer import REFUSAL_FILE, TOKENIZER_FILE, PromptEncoder
 from cuelight.messages.request import Conversation, Turn
 
 CHATS = [

@@ -12,11 +12,11 @@ import torch
 from support import Recorder, finished
 from tiny_models import NATIVE, Driver, Mover, greedy_alone, options, random_prompts, save
 
-from cuelight.actors.executor.batch import Batch
+from cuelight.actors.executor.batch import NOT_FINITE, Batch
 from cuelight.actors.executor.model.loading import load as load_general
 from cuelight.actors.executor.native import loading
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
-from cuelight.actors.executor.native.runner import NOT_FINITE, NativeRunner
+from cuelight.actors.executor.native.runner import NativeRunner
 from cuelight.actors.executor.runner import ModelRunner
 from cuelight.messages.executor import ExecuteStep, Row, RowChunk
 from cuelight.messages.request import BlockCopies, CopyKind, RequestId, Sampling

@@ -9,12 +9,14 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 import pytest
+from benchmark_modules import benchmark
 
 from cuelight.actors.executor.batch import Draw
 from cuelight.actors.executor.chance import key, keys, noise
 from cuelight.actors.executor.native.sampler import SampleKernel, Sampler
-from cuelight.actors.executor.native.sampling import choose
 from cuelight.messages.request import RequestId, Sampling
+
+choose = benchmark("numpy_sampling").choose
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]

@@ -8,13 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from benchmark_modules import benchmark
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuelight.actors.executor.batch import Draw
 from cuelight.actors.executor.model.sampling import sample
-from cuelight.actors.executor.native.sampling import FIRST_SORTED, choose
 from cuelight.messages.request import RequestId, Sampling
+
+FIRST_SORTED, choose = benchmark("numpy_sampling").FIRST_SORTED, benchmark("numpy_sampling").choose
 
 Floats = npt.NDArray[np.float32]
 

@@ -10,6 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from benchmark_modules import benchmark
+from checked_graphs import waits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,9 +20,7 @@ from torch.utils._pytree import tree_flatten
 from cuelight.actors.executor.batch import Draw
 from cuelight.actors.executor.chance import bits, key, keys, noise
 from cuelight.actors.executor.model import sampling as sampling_module
-from cuelight.actors.executor.model.graphs_checked import waits
 from cuelight.actors.executor.model.sampling import FEW, peak_bytes, sample
-from cuelight.actors.executor.native import sampling as plain
 from cuelight.messages.request import RequestId, Sampling
 
 VOCABULARY = 50
@@ -295,7 +295,10 @@ def test_every_mixture_is_what_the_plain_sampler_says(
     logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(seed)) * 3
     logits = (logits * 4).round() / 4 if rounded else logits
     draws = mixed(40, seed)
-    expected = [plain.choose(row.numpy().copy(), one, (7, 8)) for row, one in zip(logits, draws, strict=True)]
+    expected = [
+        benchmark("numpy_sampling").choose(row.numpy().copy(), one, (7, 8))
+        for row, one in zip(logits, draws, strict=True)
+    ]
     assert sample(logits, draws, (7, 8)).tolist() == expected
 
 

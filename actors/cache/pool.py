@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
-NULL_BLOCK = 0
-"""Never pooled and never granted: padding on the device points at it."""
+from cuelight.messages.request import NULL_BLOCK
 
 
 class BlockPool:

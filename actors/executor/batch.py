@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from cuelight.messages.executor import ExecuteStep, Row, RowChunk
-from cuelight.messages.request import RequestId, Sampling
+from cuelight.messages.request import NULL_BLOCK, RequestId, Sampling
+from cuelight.messages.scheduler import StepDone
 
 Ints = npt.NDArray[np.int64]
 
-NULL_BLOCK = 0
-"""Padding in block tables points here; nobody's tokens live in it."""
+NOT_FINITE: Final = "the model's logits are not finite numbers"
+"""Why a row fails whose logits have no largest number."""
 
 
 @dataclass(slots=True)
@@ -88,6 +91,17 @@ class Batch:
     sequences: list[Sequence] = field(default_factory=list)
     draws: list[Draw] = field(default_factory=list)
     freed_slots: list[int] = field(default_factory=list)
+
+    def done(self, token_ids: Many[int]) -> StepDone:
+        """The answer to the step, from one token for each of `draws`; a row with a negative one has failed."""
+        sampled = [(draw.request_id, token_id) for draw, token_id in zip(self.draws, token_ids, strict=True)]
+        return StepDone(
+            self.epoch,
+            self.step,
+            tuple([request_id for request_id, token_id in sampled if token_id >= 0]),
+            tuple([token_id for _, token_id in sampled if token_id >= 0]),
+            tuple([(request_id, NOT_FINITE) for request_id, token_id in sampled if token_id < 0]),
+        )
 
 
 class Rows:

@@ -38,12 +38,11 @@ from cuelight.actors.executor.staging import Numbers, Staging, StagingPool
 from cuelight.actors.executor.stream import Event, Streams, ThreadStream
 from cuelight.kernel import get_logger
 from cuelight.messages.executor import ExecuteStep
-from cuelight.messages.request import BlockCopies, CopyKind, HostTier, RequestId
+from cuelight.messages.request import BlockCopies, CopyKind, HostTier
 from cuelight.messages.scheduler import StepDone
 
 log = get_logger("cuelight.executor")
 
-NOT_FINITE = "the model's logits are not finite numbers"
 POISON = -1
 """With `debug_poison`, the last token of a row that belongs to nobody."""
 
@@ -259,7 +258,7 @@ class Flight:
             with _told_apart():
                 raise error
         assert len(results) == len(batch.draws) or results.pop() == 0, "no step is fed a token of a row that is gone"
-        return _done(batch, results)
+        return batch.done(results)
 
 
 @contextmanager
@@ -271,19 +270,6 @@ def _told_apart() -> Iterator[None]:
         raise MemoryError(str(error)) from error
     except torch.AcceleratorError as error:  # whatever is asked of this process's device from now on fails as well
         raise DeviceLost(str(error)) from error
-
-
-def _done(batch: Batch, token_ids: list[int]) -> StepDone:
-    request_ids: list[RequestId] = []
-    good: list[int] = []
-    failed: list[tuple[RequestId, str]] = []
-    for draw, token_id in zip(batch.draws, token_ids, strict=True):
-        if token_id < 0:
-            failed.append((draw.request_id, NOT_FINITE))
-        else:
-            request_ids.append(draw.request_id)
-            good.append(token_id)
-    return StepDone(batch.epoch, batch.step, tuple(request_ids), tuple(good), tuple(failed))
 
 
 def _slots(batch: Batch) -> dict[str, Ints]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, assert_never
 
 from cuelight.messages.executor import ExecuteStep, Row
-from cuelight.messages.request import BlockCopies, CopyKind, HostTier, RequestId
+from cuelight.messages.request import NULL_BLOCK, BlockCopies, CopyKind, HostTier, RequestId
 from cuelight.messages.scheduler import StepDone
 
 _LETTERS: Final = b"etaoin shrdlu cmfwyp "
@@ -91,7 +91,7 @@ class StubDevice:
             written[self._block(target, written)] = read[self._block(source, read)]
 
     def _block(self, block_id: int, slots: list[int | None]) -> slice:
-        assert block_id != 0 or slots is self._host_slots, "the null block belongs to nobody"
+        assert block_id != NULL_BLOCK or slots is self._host_slots, "the null block belongs to nobody"
         start = block_id * self.block_size
         assert 0 <= start < len(slots), "the block exists"
         return slice(start, start + self.block_size)
@@ -134,7 +134,7 @@ class StubDevice:
 
     def _slot(self, row: _StubRow, position: int) -> int:
         block_id = row.block_ids[position // self.block_size]
-        assert block_id != 0, "the null block belongs to nobody"
+        assert block_id != NULL_BLOCK, "the null block belongs to nobody"
         return block_id * self.block_size + position % self.block_size
 
     def _read(self, row: _StubRow) -> list[int]:

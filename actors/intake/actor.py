@@ -15,10 +15,10 @@ import msgspec
 from cuelight.actors.intake.departures import DepartureRate
 from cuelight.actors.intake.ledger import Ledger, Live, Stage
 from cuelight.actors.intake.limits import Limits, check_room
-from cuelight.actors.intake.prompts import check_token_ids, parse_prompt, text_length
+from cuelight.actors.intake.prompts import check_token_ids, text_length
 from cuelight.actors.intake.refusal import Refused
-from cuelight.actors.intake.service import check_service
-from cuelight.actors.intake.validation import check_sampling
+from cuelight.actors.intake.service import check_tenant
+from cuelight.actors.intake.validation import check_stop_tokens
 from cuelight.kernel import Actor, Context, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.client import Accepted, ClientMessage, Rejected
@@ -75,7 +75,10 @@ ToDetokenizer: TypeAlias = Open | DropStream | RetainStreams | RequestEnded | In
 
 
 class Intake(Actor[IntakeInbox]):
-    """Validates, tokenizes and counts requests; opens their streams before the scheduler hears of them.
+    """Admits, tokenizes and counts requests; opens their streams before the scheduler hears of them.
+
+    Prompts and options were parsed by the client library (`parse_prompt`, `parse_options`): what is checked here is
+    what intake alone knows, the room, the tenants, the vocabulary and the lengths.
 
     Its ledger is what a new scheduler and a new detokenizer begin from. A new intake begins with an empty one, and
     takes no requests until it knows what fits: clients send theirs again once it is `Ready`.
@@ -181,21 +184,21 @@ class Intake(Actor[IntakeInbox]):
             return  # in the second case it will be sent again
         try:
             if not submit.is_accepted:
-                check_room(len(self._ledger), self._limits.queue_limit, self._leaving)
-                if isinstance(submit.prompt, tuple):
-                    self._limits.check_length(
-                        len(submit.prompt),
-                        self._token_capacity,
-                        # Before millions of ids are looked at one by one.
-                    )
-            prompt = parse_prompt(submit.prompt)
-            sampling = check_sampling(submit.sampling, self._limits.vocab_size)
-            service = check_service(submit.service, None if submit.is_accepted else self._tenants)
+                check_room(len(self._ledger), 1, self._limits.queue_limit, self._leaving)
+            check_stop_tokens(submit.sampling, self._limits.vocab_size)
+            check_tenant(submit.service.tenant, None if submit.is_accepted else self._tenants)
         except Refused as refused:
             _reject(submit.reply_to, request_id, refused)
             return
-        now = self._clock.now()
-        live = Live(submit.reply_to, sampling, service, now, submit.sample_of, submit.is_accepted, submit.output)
+        live = Live(
+            submit.reply_to,
+            submit.sampling,
+            submit.service,
+            self._clock.now(),
+            submit.sample_of,
+            submit.is_accepted,
+            submit.output,
+        )
         self._ledger[request_id] = live
         first = None if live.sample_of is None else self._ledger.get(live.sample_of)
         if first is not None and first.stage is Stage.ENCODING:
@@ -203,7 +206,7 @@ class Intake(Actor[IntakeInbox]):
         elif first is not None and first.token_ids:
             self._encoded(request_id, first.token_ids)
         else:
-            self._encode(request_id, prompt)
+            self._encode(request_id, submit.prompt)
 
     def _encode(self, request_id: RequestId, prompt: Prompt) -> None:
         work: Callable[[], tuple[int, ...]] = partial(self._encoder.encode, prompt, self._token_limit)

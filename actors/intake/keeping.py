@@ -12,11 +12,8 @@ from pathlib import Path
 import msgspec
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from cuelight.actors.intake.tokenizer import CHAT_FILE, TOKENIZER_FILE, Chat, PromptEncoder
+from cuelight.actors.intake.tokenizer import CHAT_FILE, REFUSAL_FILE, TOKENIZER_FILE, Chat, PromptEncoder
 from cuelight.messages.request import Conversation, Turn
-
-REFUSAL_FILE = "refused.txt"
-"""Written instead of a tokenizer: why it cannot be kept."""
 
 TEXTS = ("", " two ships,\n\tno  wind - 2026", "día 😀 日本 \u0301 İ ﬁ", "[INST]<s></s><|im_end|><unk>")
 CHATS = (

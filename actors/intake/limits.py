@@ -56,8 +56,8 @@ class Limits:
         return msgspec.structs.replace(service, cache_salt=salt)
 
 
-def check_room(live: int, queue_limit: int, leaving: DepartureRate) -> None:
-    """Raise `Refused` where so many live requests leave no room for another, with when there may be some."""
-    if live >= queue_limit:
+def check_room(live: int, count: int, queue_limit: int, leaving: DepartureRate) -> None:
+    """Raise `Refused` where `live` requests leave no room for `count` more: QUEUE_FULL, with when there may be some."""
+    if (excess := live + count - queue_limit) > 0:
         reason = f"{live} requests are live, and the queue limit is {queue_limit}"
-        raise Refused(Refusal.QUEUE_FULL, reason, leaving.seconds_for(live - queue_limit + 1))
+        raise Refused(Refusal.QUEUE_FULL, reason, leaving.seconds_for(excess))

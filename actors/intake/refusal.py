@@ -19,7 +19,7 @@ class Refused(Exception):
 
 
 class UnknownOption(Exception):
-    """No sampling option has this name."""
+    """No option of a request has this name."""
 
     def __init__(self, name: str, known: tuple[str, ...]) -> None:
         super().__init__(f"there is no option {name!r}; the options are {', '.join(known)}")

@@ -32,12 +32,10 @@ def parse_service(options: Mapping[str, object]) -> Service:
     return Service(tenant, level, _seconds(fields, "queue_seconds"), _seconds(fields, "deadline_seconds"), cache_salt)
 
 
-def check_service(service: Service, tenants: Container[str] | None) -> Service:
-    """Return the same service in plain Python types. Raises `Refused`; `tenants` are those there are, None is any."""
-    service = parse_service(msgspec.structs.asdict(service))
-    if tenants is not None and service.tenant not in tenants:
-        raise Refused(Refusal.UNKNOWN_TENANT, f"{service.tenant!r} is no tenant here; say which with tenant=...")
-    return service
+def check_tenant(tenant: str, tenants: Container[str] | None) -> None:
+    """Raise `Refused` for a tenant that is not one of `tenants`, None being any: UNKNOWN_TENANT."""
+    if tenants is not None and tenant not in tenants:
+        raise Refused(Refusal.UNKNOWN_TENANT, f"{tenant!r} is no tenant here; say which with tenant=...")
 
 
 def _name(fields: Mapping[str, object], name: str) -> str:

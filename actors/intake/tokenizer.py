@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 TOKENIZER_FILE, CHAT_FILE = "tokenizer.json", "chat.json"
 """What a kept tokenizer consists of: see `keeping`."""
 
+REFUSAL_FILE = "refused.txt"
+"""Written instead of these: why the tokenizer cannot be kept."""
+
 _Encode: TypeAlias = Callable[[str, bool], Sequence[int]]
 """Token ids of a text, with or without the special tokens that the tokenizer adds."""
 _Render: TypeAlias = Callable[[Conversation], str]

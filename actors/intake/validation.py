@@ -1,4 +1,4 @@
-"""What sampling options may be: their types, their ranges and how they go together. Knows nothing of prompts."""
+"""The options of a request: which there are, their types, their ranges and how they go together. No prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Final, Never
 import msgspec
 
 from cuelight.actors.intake.refusal import Refused, UnknownOption, kind, number
-from cuelight.messages.request import Refusal, Sampling
+from cuelight.actors.intake.service import SERVICE_OPTIONS, parse_service
+from cuelight.messages.request import Refusal, Sampling, Service
 
 STOPS_MAX: Final = 16
 STOP_CHARS_MAX: Final = 1024
@@ -19,30 +20,38 @@ STOP_TOKENS_MAX: Final = 1024
 _INTEGER_MAX: Final = 2**63 - 1
 _SEED_MIN: Final = -(2**63)
 _SEED_MASK: Final = 2**64 - 1
-_OPTIONS: Final = Sampling.__struct_fields__
+SAMPLING_OPTIONS: Final = Sampling.__struct_fields__
 _DEFAULTS: Final = msgspec.structs.asdict(Sampling())
 
 
-def parse_sampling(options: Mapping[str, object]) -> Sampling:
-    """Turn options by name into a sampling that `check_sampling` accepts, whatever the vocabulary.
+def parse_options(options: Mapping[str, object]) -> tuple[Sampling, Service]:
+    """Turn the options of a request, by name, into plain Python types; the vocabulary and the tenants are not known.
 
-    A stop may be one string or a list. Raises `UnknownOption`, or `Refused` as `check_sampling` does.
+    Raises `UnknownOption`, or `Refused`: WRONG_TYPE, BAD_SAMPLING, BAD_SERVICE, or TOKEN_OUT_OF_RANGE for a negative
+    stop token.
     """
+    known = (*SAMPLING_OPTIONS, *SERVICE_OPTIONS)
     for name in options:
-        if name not in _OPTIONS:
-            raise UnknownOption(name, _OPTIONS)
-    return _checked({**_DEFAULTS, **options}, None)
+        if name not in known:
+            raise UnknownOption(name, known)
+    service = {name: value for name, value in options.items() if name in SERVICE_OPTIONS}
+    sampling = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
+    return parse_sampling(sampling), parse_service(service)
 
 
-def check_sampling(sampling: Sampling, vocab_size: int) -> Sampling:
-    """Return the same sampling in plain Python types, its seed in 64 bits.
+def check_stop_tokens(sampling: Sampling, vocab_size: int) -> None:
+    """Raise `Refused` for a stop token outside the vocabulary: TOKEN_OUT_OF_RANGE."""
+    for token_id in sampling.stop_token_ids:
+        if token_id >= vocab_size:
+            _refuse_stop_token(token_id, f"from 0 to {vocab_size - 1}")
 
-    Raises `Refused`: WRONG_TYPE, BAD_SAMPLING, or TOKEN_OUT_OF_RANGE for a stop token outside the vocabulary.
+
+def parse_sampling(options: Mapping[str, object]) -> Sampling:
+    """Turn options by name, all of them `SAMPLING_OPTIONS`, into a sampling: plain types, its seed in 64 bits.
+
+    A stop may be one string or a list. Raises `Refused` as `parse_options`.
     """
-    return _checked(msgspec.structs.asdict(sampling), vocab_size)
-
-
-def _checked(fields: Mapping[str, object], vocab_size: int | None) -> Sampling:
+    fields = {**_DEFAULTS, **options}
     max_tokens = _integer(fields, "max_tokens", least=1)
     min_tokens = _integer(fields, "min_tokens", least=0)
     if min_tokens > max_tokens:
@@ -64,7 +73,7 @@ def _checked(fields: Mapping[str, object], vocab_size: int | None) -> Sampling:
         top_p=top_p,
         seed=_seed(fields["seed"]),
         stop=_stops(fields["stop"]),
-        stop_token_ids=_stop_token_ids(fields["stop_token_ids"], vocab_size),
+        stop_token_ids=_stop_token_ids(fields["stop_token_ids"]),
         ignore_eos=ignore_eos,
     )
 
@@ -123,17 +132,20 @@ def _stop(index: int, stop: object) -> str:
     return str(stop)
 
 
-def _stop_token_ids(value: object, vocab_size: int | None) -> tuple[int, ...]:
+def _stop_token_ids(value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         _wrong_type("stop_token_ids", "a list of token ids", value)
     if len(value) > STOP_TOKENS_MAX:
         _refuse(f"stop_token_ids has {len(value)} ids; there can be {STOP_TOKENS_MAX}")
     token_ids = tuple([_as_integer(f"stop_token_ids[{index}]", token_id) for index, token_id in enumerate(value)])
     for token_id in token_ids:
-        if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
-            limit = "not negative" if vocab_size is None else f"from 0 to {vocab_size - 1}"
-            raise Refused(Refusal.TOKEN_OUT_OF_RANGE, f"stop_token_ids has {number(token_id)}; ids are {limit}")
+        if token_id < 0:
+            _refuse_stop_token(token_id, "not negative")
     return token_ids
+
+
+def _refuse_stop_token(token_id: int, limit: str) -> Never:
+    raise Refused(Refusal.TOKEN_OUT_OF_RANGE, f"stop_token_ids has {number(token_id)}; ids are {limit}")
 
 
 def _refuse(reason: str) -> Never:

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 
 from cuelight.actors.executor.batch import Batch, Ints, Sequence
 from cuelight.actors.executor.model.pool import KVPool
+from cuelight.messages.request import NULL_BLOCK
 
 ATTENTION_NAME = "cuelight_paged"
 
@@ -70,7 +71,7 @@ class PagedAttention:
     def _group(self, sequences: list[Sequence]) -> _Group:
         pool, count = self._pool, sequences[0].stop - sequences[0].start
         blocks = max(len(sequence.block_ids) for sequence in sequences)
-        table = np.zeros((len(sequences), blocks), np.int64)  # padded with the null block
+        table = np.full((len(sequences), blocks), NULL_BLOCK, np.int64)
         for row, sequence in enumerate(sequences):
             table[row, : len(sequence.block_ids)] = sequence.block_ids
         runs = table[:, None, :] * pool.kv_heads + np.arange(pool.kv_heads)[None, :, None]

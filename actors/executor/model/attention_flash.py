@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuelight.actors.executor.batch import NULL_BLOCK, Batch
+from cuelight.actors.executor.batch import Batch
 from cuelight.actors.executor.model.pool import KVPool
+from cuelight.messages.request import NULL_BLOCK
 
 VarlenAttention: TypeAlias = Callable[..., torch.Tensor]
 """`torch.nn.attention.varlen.varlen_attn`."""

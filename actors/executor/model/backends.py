@@ -17,6 +17,7 @@ from cuelight.actors.executor.model.attention import Attention, PagedAttention
 from cuelight.actors.executor.model.attention_flash import HEAD_DIM_MAX, HEAD_DIM_STEP, PAGE_TOKENS
 from cuelight.actors.executor.model.attention_triton import Planner, Tiling, Triton
 from cuelight.actors.executor.model.pool import KVPool
+from cuelight.actors.executor.model.reading import context_length
 from cuelight.actors.executor.options import CannotLoad
 from cuelight.kernel import get_logger
 
@@ -68,7 +69,7 @@ def window_of(text: PreTrainedConfig, layer: int) -> int | None:
 
 def cutting(window: int | None, text: PreTrainedConfig) -> int | None:
     """The window, if it cuts any context short."""
-    longest: int | None = getattr(text, "max_position_embeddings", None)
+    longest = context_length(text)
     return window if window and (longest is None or window < longest) else None
 
 

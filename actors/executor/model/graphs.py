@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuelight.actors.executor.batch import NULL_BLOCK, Batch
+from cuelight.actors.executor.batch import Batch
 from cuelight.actors.executor.batch import Sequence as Row
 from cuelight.actors.executor.model.attention import Attention, attending
 from cuelight.actors.executor.model.pool import KVPool
 from cuelight.kernel import get_logger
+from cuelight.messages.request import NULL_BLOCK
 
 log = get_logger("cuelight.executor")
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from cuelight.actors.executor.batch import NULL_BLOCK, Batch, Ints, Sequence
+from cuelight.actors.executor.batch import Batch, Ints, Sequence
 from cuelight.actors.executor.model.attention import Attention, UnsupportedAttention, attending, register
 from cuelight.actors.executor.model.backends import Backend, Needs, choose
 from cuelight.actors.executor.model.compiling import compile_layers
@@ -24,7 +24,7 @@ from cuelight.actors.executor.model.linear import pack, quantize
 from cuelight.actors.executor.model.passes import apply_passes, standard_passes
 from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.model.probing import Probe, spread, vocabulary_of
-from cuelight.actors.executor.model.reading import choose_device, choose_dtype, read_config, read_model
+from cuelight.actors.executor.model.reading import choose_device, choose_dtype, context_length, read_config, read_model
 from cuelight.actors.executor.model.sampling import peak_bytes
 from cuelight.actors.executor.model.sizing import Budget, Memory, count_blocks, memory_of
 from cuelight.actors.executor.model.sizing import measure as measure_memory
@@ -33,7 +33,7 @@ from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.options import CannotLoad, LoadOptions
 from cuelight.actors.executor.phases import phases_of_start
 from cuelight.kernel import get_logger
-from cuelight.messages.request import HostTier
+from cuelight.messages.request import NULL_BLOCK, HostTier
 
 log = get_logger("cuelight.executor")
 
@@ -216,7 +216,7 @@ class _Loading:
         """What steps leave over: one long chunk and one token of every other request, and decode steps in graphs."""
         options = self._options
         rows = min(options.running_max, options.token_budget)
-        longest: int = getattr(self._text, "max_position_embeddings", None) or CONTEXT_LENGTH_MAX
+        longest = context_length(self._config) or CONTEXT_LENGTH_MAX
         tokens = min(options.token_budget, rows * longest)
         vocabulary, graphs = vocabulary_of(loaded.model), sizes_up_to(rows)
         has_graphs = isinstance(loaded.backend, PlanningBackend) and not options.eager
@@ -253,12 +253,12 @@ class _Loading:
         except (RuntimeError, TypeError) as error:
             asked = block_count * block_bytes
             raise CannotLoad(f"no memory for {asked} bytes of the KV cache on the host: {error}") from error
-        context_length: int = getattr(self._text, "max_position_embeddings", None) or TOKENS_MAX
+        longest = context_length(self._config) or TOKENS_MAX
 
         def prefill(token_count: int) -> None:
             _compute(loaded, [token_count], np.arange(1, 1 + -(-token_count // pool.block_size)))
 
-        measure = partial(measure_costs, pool, host, context_length, prefill, self._options.now)
+        measure = partial(measure_costs, pool, host, longest, prefill, self._options.now)
         with torch.inference_mode():
             tier = measure() if lasting is None else lasting.tier(block_count, measure)
         return replace(loaded, host=host, host_tier=tier)
@@ -300,7 +300,7 @@ def _compute(loaded: LoadedModel, counts: Many[int], block_ids: Ints | None = No
 def _forward(loaded: LoadedModel, batch: Batch, attention: Attention, keep: Ints) -> torch.Tensor:
     """The logits after the tokens `keep`. Raises CannotLoad."""
     # Positions beyond the model's own do not matter here, but it has to know them.
-    limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or CONTEXT_LENGTH_MAX
+    limit = context_length(loaded.model.config) or CONTEXT_LENGTH_MAX
     given = (batch.token_ids, batch.positions % limit, keep)
     token_ids, positions, kept = (torch.from_numpy(array).to(loaded.device) for array in given)
     try:

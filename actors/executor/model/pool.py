@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from cuelight.messages.request import NULL_BLOCK
+
 
 class KVPool:
     """Keys and values of every layer, in blocks.
@@ -50,8 +52,9 @@ class KVPool:
         return 2 * layers * block_size * kv_heads * head_dim * dtype.itemsize
 
     def check(self, blocks: Sequence[int]) -> None:
-        """All of these are blocks that somebody can own."""
-        assert all(0 < block < self.block_count for block in blocks), "a copied block exists, and is not the null block"
+        """Assert that requests can hold all of these blocks."""
+        exist = [NULL_BLOCK < block < self.block_count for block in blocks]
+        assert all(exist), "a copied block exists, and is not the null block"
 
     def clear(self, layer: int, blocks: torch.Tensor) -> None:
         """Zero whole blocks of one layer."""

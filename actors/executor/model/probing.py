@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from cuelight.actors.executor.model.attention import attending
+from cuelight.actors.executor.model.reading import context_length
 
 TOKENS = 8
 """Enough for positions and masks to matter, few enough to cost nothing."""
@@ -53,8 +54,7 @@ class Probe:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        config = model.config.get_text_config()
-        positions: int = getattr(config, "max_position_embeddings", None) or TOKENS
+        positions = context_length(model.config) or TOKENS
         vocabulary = vocabulary_of(model)
         where = torch.arange(min(TOKENS, positions), device=model.device)
         self._positions, self._token_ids = where[None], ((where + 1) * STRIDE % vocabulary)[None]

@@ -5,7 +5,6 @@ Chooses device and type of numbers. Every failure is a CannotLoad that says what
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +18,10 @@ from transformers.utils import logging as hf_logging
 from cuelight.actors.executor.model.attention import ATTENTION_NAME
 from cuelight.actors.executor.model.sizing import Memory, gib
 from cuelight.actors.executor.options import CannotLoad
+from cuelight.actors.executor.safetensors_header import BadHeader, read_header
 
 SERVED_LAYERS = ("full_attention", "sliding_attention")
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+CONVERTED_TYPES = ("F64", "F32", "F16", "BF16")
 """Types that weights are converted from; all others are kept as they are, or are not weights."""
 
 
@@ -91,6 +91,12 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
+def context_length(config: PreTrainedConfig) -> int | None:
+    """The most tokens in a row that the model was made for; None where its configuration names no limit."""
+    length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return length or None
+
+
 def read_model(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, memory: Memory
 ) -> PreTrainedModel:
@@ -134,20 +140,13 @@ def weights_bytes(folder: Path, dtype: torch.dtype) -> int:
     """What the folder's weights take as `dtype`, from its files' headers; 0 where they do not say."""
     try:
         return sum(_converted_bytes(path, dtype.itemsize) for path in folder.glob("*.safetensors"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, BadHeader):
         return 0  # whatever is wrong with a file, who reads it says so better
 
 
 def _converted_bytes(path: Path, item_bytes: int) -> int:
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > path.stat().st_size:
-            raise ValueError("the header is longer than the file")
-        header: dict[str, dict[str, object]] = json.loads(file.read(size))
-    entries = [entry for name, entry in header.items() if name != "__metadata__"]
-    return sum(
-        item_bytes * math.prod(cast(list[int], entry["shape"])) for entry in entries if entry["dtype"] in ITEM_BYTES
-    )
+    entries = read_header(path).entries.values()
+    return sum([item_bytes * math.prod(entry.shape) for entry in entries if entry.dtype in CONVERTED_TYPES])
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import mmap
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,8 +14,6 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-from cuelight.actors.executor.native.build import load_native
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Weights: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
@@ -206,22 +203,6 @@ def _huge_pages(count: int) -> Bytes:
         with contextlib.suppress(OSError):  # a system without them has other pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
-
-
-@functools.cache
-def kernels() -> LinearKernels:
-    """Of the library that this process uses. Raises `NoNativeCode`."""
-    return LinearKernels(load_native())
-
-
-def packed_bytes(kind: Kind, outputs: int, inputs: int, gated: bool = False) -> int:
-    """As the method of `kernels()`."""
-    return kernels().packed_bytes(kind, outputs, inputs, gated)
-
-
-def pack(weights: Weights, kind: Kind, gated: bool = False, into: Bytes | None = None) -> Packed:
-    """As the method of `kernels()`."""
-    return kernels().pack(weights, kind, gated, into)
 
 
 def aligned(count: int) -> Bytes:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cuelight.actors.executor.lasting import LastingBytes, in_use
 from cuelight.actors.executor.native.architecture import Architecture
 from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, CueKv
-from cuelight.messages.request import BlockCopies, CopyKind
+from cuelight.messages.request import NULL_BLOCK, BlockCopies, CopyKind
 
 SCALE_BYTES: Final = 4
 
@@ -137,7 +137,7 @@ class Pools:
             target.take(copies.targets, source, copies.sources)
 
     def _check(self, memory: Memory, blocks: Sequence[int]) -> None:
-        first = 0 if memory is self._host else 1
+        first = 0 if memory is self._host else NULL_BLOCK + 1
         count = memory.block_count
         assert all(first <= block < count for block in blocks), "a copied block exists, and is not the null block"
 

@@ -12,10 +12,8 @@ from cuelight.actors.executor.native.decoder import NativeDecoder
 from cuelight.actors.executor.native.pool import Pools
 from cuelight.actors.executor.native.sampler import Sampler
 from cuelight.messages.executor import ExecuteStep
-from cuelight.messages.request import BlockCopies, HostTier, RequestId
+from cuelight.messages.request import BlockCopies, HostTier
 from cuelight.messages.scheduler import StepDone
-
-NOT_FINITE = "the model's logits are not finite numbers"
 
 
 @dataclass(kw_only=True)
@@ -69,18 +67,10 @@ class NativeRunner:
         if batch.fed:
             batch.token_ids[batch.fed] = self._last_tokens[batch.fed_slots]
         logits, best = self._decoder.decode(batch.token_ids, batch.layout, batch.drawn)
-        request_ids: list[RequestId] = []
-        token_ids: list[int] = []
-        failed: list[tuple[RequestId, str]] = []
-        chosen: list[int] = self._sampler.choose(logits, best, batch.draws).tolist()
-        for draw, token_id in zip(batch.draws, chosen, strict=True):
+        token_ids: list[int] = self._sampler.choose(logits, best, batch.draws).tolist()
+        for draw, token_id in zip(batch.draws, token_ids, strict=True):
             self._keep(draw.slot, token_id)
-            if token_id < 0:
-                failed.append((draw.request_id, NOT_FINITE))
-            else:
-                request_ids.append(draw.request_id)
-                token_ids.append(token_id)
-        return StepDone(batch.epoch, batch.step, tuple(request_ids), tuple(token_ids), tuple(failed))
+        return batch.done(token_ids)
 
     def _keep(self, slot: int, token_id: int) -> None:
         if slot >= len(self._last_tokens):

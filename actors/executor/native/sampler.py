@@ -1,4 +1,4 @@
-"""Choosing tokens from a step's logits by the native kernel. `sampling` has the obvious way, which judges this one."""
+"""Choosing tokens from a step's logits by the native kernel."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 from cuelight.actors.executor.batch import Draw
 from cuelight.actors.executor.chance import key
-from cuelight.actors.executor.native.sampling import Doubles, Floats, Ints
 
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
 

@@ -1,7 +1,6 @@
 """Weights in safetensors files, read where they lie: each tensor is a view into the mapped file.
 
-The format is that of https://github.com/huggingface/safetensors: a length, a JSON header, the numbers. bfloat16, which
-numpy lacks, comes as its 16 bits. Owns nothing but the mapping; knows no model.
+bfloat16, which numpy lacks, comes as its 16 bits. Owns nothing but the mapping; knows no model.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from cuelight.actors.executor.safetensors_header import BadHeader, SafetensorsHeader, TensorEntry, read_header
+
 Tensor: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
 Type: TypeAlias = np.dtype[np.float32] | np.dtype[np.float16] | np.dtype[np.uint16]
 
 TYPES: Mapping[str, Type] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(np.uint16)}
-
-HEADER_BYTES_MAX = 100 * 1024 * 1024
 
 
 class BadWeights(Exception):
@@ -52,10 +51,11 @@ def read_weights(folder: Path) -> MappedTensors:
     tensors = MappedTensors()
     for path in _files(folder):
         try:
+            header = read_header(path)
             with path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            tensors.add(mapped, _read(np.frombuffer(mapped, np.uint8)))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            tensors.add(mapped, _views(header, np.frombuffer(mapped, np.uint8)[header.data_begin :]))
+        except (OSError, ValueError) as error:
             raise BadWeights(f"{path} cannot be read: {error}") from error
     return tensors
 
@@ -71,30 +71,16 @@ def _files(folder: Path) -> list[Path]:
         raise BadWeights(f"{index} names no files: {error}") from error
 
 
-def _read(mapped: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
-    size = int.from_bytes(mapped[:8].tobytes(), "little")
-    if len(mapped) < 8 or size > min(HEADER_BYTES_MAX, len(mapped) - 8):
-        raise ValueError("the file is shorter than its header says")
-    header: object = json.loads(mapped[8 : 8 + size].tobytes())
-    if not isinstance(header, dict):
-        raise ValueError("its header is not a JSON object")
-    header.pop("__metadata__", None)
-    data = mapped[8 + size :]
-    return {name: _tensor(name, entry, data) for name, entry in header.items() if entry.get("dtype") in TYPES}
+def _views(header: SafetensorsHeader, data: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
+    return {name: _view(name, entry, data) for name, entry in header.entries.items() if entry.dtype in TYPES}
 
 
-def _tensor(name: str, entry: Mapping[str, object], data: npt.NDArray[np.uint8]) -> Tensor:
-    kind, shape, (begin, end) = TYPES[str(entry["dtype"])], _wholes(entry["shape"]), _wholes(entry["data_offsets"])
-    if not begin <= end <= len(data) or end - begin != kind.itemsize * math.prod(shape):
-        raise ValueError(f"{name} is cut off, or not of the shape it says")
-    tensor = cast(Tensor, data[begin:end].view(kind).reshape(shape))
+def _view(name: str, entry: TensorEntry, data: npt.NDArray[np.uint8]) -> Tensor:
+    kind, (begin, end) = TYPES[entry.dtype], entry.data_offsets
+    if not begin <= end <= len(data) or end - begin != kind.itemsize * math.prod(entry.shape):
+        raise BadHeader(f"{name} is cut off, or not of the shape it says")
+    tensor = cast(Tensor, data[begin:end].view(kind).reshape(entry.shape))
     return tensor if tensor.flags.aligned else tensor.copy()
-
-
-def _wholes(values: object) -> list[int]:
-    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{values!r} is no list of whole numbers")
-    return values
 
 
 def as_float32(tensor: Tensor) -> npt.NDArray[np.float32]:

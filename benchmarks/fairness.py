@@ -86,8 +86,8 @@ def step_seconds(slowness: float, step: executor.ExecuteStep) -> float:
 class Clients:
     """Both tenants: receive every token and every end."""
 
-    def __init__(self, trial: Trial) -> None:
-        self._trial = trial
+    def __init__(self, run: FairnessRun) -> None:
+        self._run = run
         self.waits: dict[RequestId, float] = {}
         """Seconds from arrival to the first token, of the light tenant's requests."""
         self.light_ended = 0
@@ -102,7 +102,7 @@ class Clients:
         if isinstance(message, detokenizer.TokensReady):
             for request_id in message.request_ids:
                 if request_id >= LIGHT_FROM and request_id not in self.waits:
-                    self.waits[request_id] = self._trial.waited(request_id)
+                    self.waits[request_id] = self._run.waited(request_id)
         elif isinstance(message, detokenizer.RequestEnded):
             assert message.reason == "length", f"{message.request_id} ended otherwise: {message}"
             self.preemptions += message.preemptions
@@ -111,10 +111,10 @@ class Clients:
                 self.light_ended += 1
             else:
                 self.flood_tokens += message.usage.prompt_tokens + message.usage.output_tokens
-                self._trial.flood()
+                self._run.flood()
 
 
-class Trial:
+class FairnessRun:
     """One seed's requests of the light tenant, beside the flood under a policy; without one, alone on half."""
 
     def __init__(self, scenario: Scenario, policy: str | None, seed: int, requests: int) -> None:
@@ -179,40 +179,40 @@ class Trial:
         length = self._light.randint(*self._light.choice(LIGHT_PROMPTS))
         self._send(request_id, self._light, length, self._light.randint(*LIGHT_OUTPUTS), LIGHT)
 
-    def _send(self, request_id: RequestId, chance: random.Random, length: int, outputs: int, service: Service) -> None:
-        prompt = tuple(chance.choices(WORDS, k=length))
+    def _send(self, request_id: RequestId, rng: random.Random, length: int, outputs: int, service: Service) -> None:
+        prompt = tuple(rng.choices(WORDS, k=length))
         sampling = Sampling(max_tokens=outputs, ignore_eos=True)
         now = self._engine.now()
         self._to.tell(scheduler.Admit(request_id, prompt, sampling, TOKEN_LIMIT, service, now))
 
 
-def trials(scenario: Scenario, policy: str | None, seeds: int, requests: int) -> list[Trial]:
+def runs(scenario: Scenario, policy: str | None, seeds: int, requests: int) -> list[FairnessRun]:
     """One for each seed, over and done with."""
     done = []
     for seed in range(seeds):
         print(f"{scenario.name}, {policy or 'alone'}, seed {seed}", file=sys.stderr, flush=True)
-        trial = Trial(scenario, policy, seed, requests)
-        trial.run()
-        done.append(trial)
+        run = FairnessRun(scenario, policy, seed, requests)
+        run.run()
+        done.append(run)
     return done
 
 
-def ratios(beside: list[Trial], alone: list[Trial], share: float) -> list[float]:
+def ratios(beside: list[FairnessRun], alone: list[FairnessRun], share: float) -> list[float]:
     """What waiting beside the flood is to waiting alone on half the machine, for each seed."""
     return [ours.waits(share) / theirs.waits(share) for ours, theirs in zip(beside, alone, strict=True)]
 
 
-def row(scenario: Scenario, policy: str | None, done: list[Trial], alone: list[Trial]) -> dict[str, object]:
+def row(scenario: Scenario, policy: str | None, done: list[FairnessRun], alone: list[FairnessRun]) -> dict[str, object]:
     """Of the table."""
     figures: dict[str, object] = {"the flood takes": scenario.name, "policy": policy or "(alone, on half)"}
     for name, share in SHARES.items():
-        figures[f"{name}, s"] = f"{statistics.mean(trial.waits(share) for trial in done):.2f}"
+        figures[f"{name}, s"] = f"{statistics.mean(run.waits(share) for run in done):.2f}"
     for name, share in SHARES.items():
         each = ratios(done, alone, share)
         figures[f"{name} to alone (range)"] = f"{statistics.mean(each):.2f} ({min(each):.2f}..{max(each):.2f})"
-    figures["flood, tokens/s"] = f"{statistics.mean(trial.flood_rate() for trial in done):.0f}" if policy else "-"
-    figures["preemptions"] = f"{statistics.mean(trial.clients.preemptions for trial in done):.0f}"
-    figures["of one request"] = max(trial.clients.preemptions_most for trial in done)
+    figures["flood, tokens/s"] = f"{statistics.mean(run.flood_rate() for run in done):.0f}" if policy else "-"
+    figures["preemptions"] = f"{statistics.mean(run.clients.preemptions for run in done):.0f}"
+    figures["of one request"] = max(run.clients.preemptions_most for run in done)
     return figures
 
 
@@ -221,10 +221,10 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     worst = 0.0
     for scenario in SCENARIOS:
-        alone = trials(scenario, None, arguments.seeds, arguments.requests)
+        alone = runs(scenario, None, arguments.seeds, arguments.requests)
         rows.append(row(scenario, None, alone, alone))
         for policy in POLICIES:
-            done = trials(scenario, policy, arguments.seeds, arguments.requests)
+            done = runs(scenario, policy, arguments.seeds, arguments.requests)
             rows.append(row(scenario, policy, done, alone))
             if policy == "fair":
                 worst = max(worst, *(statistics.mean(ratios(done, alone, share)) for share in SHARES.values()))

@@ -68,7 +68,7 @@ def step_seconds(step: executor.ExecuteStep) -> float:
     return STEP_SECONDS + sum(chunk.token_count for chunk in step.chunks) * TOKEN_SECONDS
 
 
-class Ledger:
+class DeliveryLedger:
     """Receives every token and every end, and checks that they add up."""
 
     def __init__(self) -> None:
@@ -121,11 +121,11 @@ class SampledFigures(LatestFigures):
 class Population:
     """All those clients: what the next one asks for, drawn from a seed."""
 
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
-        self._words = tuple(chance.choices(range(VOCABULARY), k=65_536))
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._words = tuple(rng.choices(range(VOCABULARY), k=65_536))
         self._beginnings = {
-            tenant: [self._some(chance.randrange(64, 480)) for _ in range(SYSTEM_PROMPTS)] for tenant in TENANTS
+            tenant: [self._some(rng.randrange(64, 480)) for _ in range(SYSTEM_PROMPTS)] for tenant in TENANTS
         }
         self._earlier: dict[str, deque[tuple[int, ...]]] = {tenant: deque(maxlen=500) for tenant in TENANTS}
         self._samplings: dict[int, Sampling] = {}
@@ -133,14 +133,14 @@ class Population:
 
     def admit(self, number: int, now: float) -> scheduler.Admit:
         """The next request."""
-        chance = self._chance
-        tenant = chance.choices(tuple(TENANTS), tuple(TENANTS.values()))[0]
+        rng = self._rng
+        tenant = rng.choices(tuple(TENANTS), tuple(TENANTS.values()))[0]
         earlier = self._earlier[tenant]
         before: tuple[int, ...] = ()
-        if earlier and chance.random() < CONTINUING:
-            before = chance.choice(earlier)
-        elif chance.random() < WITH_SYSTEM_PROMPT:
-            before = chance.choice(self._beginnings[tenant])
+        if earlier and rng.random() < CONTINUING:
+            before = rng.choice(earlier)
+        elif rng.random() < WITH_SYSTEM_PROMPT:
+            before = rng.choice(self._beginnings[tenant])
         # Two tokens say which request this is, so that no others begin alike by chance.
         own = (number % VOCABULARY, number // VOCABULARY, *self._some(self._length(4.7, 0.9, 1000)))
         prompt = (before + own)[:TOKENS_MAX]
@@ -150,23 +150,23 @@ class Population:
         return scheduler.Admit(RequestId(number), prompt, sampling, 4096, self._services[tenant], now)
 
     def _length(self, mu: float, sigma: float, at_most: int) -> int:
-        return max(1, min(at_most, round(self._chance.lognormvariate(mu, sigma))))
+        return max(1, min(at_most, round(self._rng.lognormvariate(mu, sigma))))
 
     def _some(self, count: int) -> tuple[int, ...]:
-        start = self._chance.randrange(len(self._words) - count)
+        start = self._rng.randrange(len(self._words) - count)
         return self._words[start : start + count]
 
 
 class Arrivals:
     """Lets `total` clients come, one after another, and some of them leave; takes the samples meanwhile."""
 
-    def __init__(self, trial: Trial, total: int, rate: float) -> None:
+    def __init__(self, run: MillionRun, total: int, rate: float) -> None:
         self.count = 0
-        self._trial = trial
+        self._run = run
         self._total = total
         self._rate = rate
-        self._chance = random.Random(f"arrivals {trial.seed}")
-        self._population = Population(random.Random(f"population {trial.seed}"))
+        self._rng = random.Random(f"arrivals {run.seed}")
+        self._population = Population(random.Random(f"population {run.seed}"))
         self._burst_from = self._burst_until = 0.0
 
     def begin(self) -> None:
@@ -175,39 +175,39 @@ class Arrivals:
         self._sample()
 
     def _arrive(self) -> None:
-        trial, now = self._trial, self._trial.engine.now()
+        run, now = self._run, self._run.engine.now()
         admit = self._population.admit(self.count, now)
-        trial.ledger.open.add(admit.request_id)
-        trial.to.tell(admit)
-        if self._chance.random() < LEAVING:
-            leave = partial(trial.to.tell, scheduler.Abort(admit.request_id))
-            trial.engine.simulation.at(now + self._chance.expovariate(1 / STAY_SECONDS), leave)
+        run.ledger.open.add(admit.request_id)
+        run.to.tell(admit)
+        if self._rng.random() < LEAVING:
+            leave = partial(run.to.tell, scheduler.Abort(admit.request_id))
+            run.engine.simulation.at(now + self._rng.expovariate(1 / STAY_SECONDS), leave)
         self.count += 1
         if self.count % max(1, self._total // 10) == 0:
             print(f"{self.count:,} of {self._total:,} have come", file=sys.stderr, flush=True)
         if self.count < self._total:
-            trial.engine.simulation.at(now + self._chance.expovariate(self._rate_at(now)), self._arrive)
+            run.engine.simulation.at(now + self._rng.expovariate(self._rate_at(now)), self._arrive)
 
     def _rate_at(self, now: float) -> float:
         """Requests a second."""
         if now >= self._burst_until:
-            self._burst_from = now + self._chance.expovariate(1 / CALM_SECONDS)
-            self._burst_until = self._burst_from + self._chance.expovariate(1 / BURST_SECONDS)
+            self._burst_from = now + self._rng.expovariate(1 / CALM_SECONDS)
+            self._burst_until = self._burst_from + self._rng.expovariate(1 / BURST_SECONDS)
         factor = BURST_FACTOR if now >= self._burst_from else 1.0
         return self._rate * factor * (1 + SWING * math.sin(2 * math.pi * now / SWING_SECONDS))
 
     def _sample(self) -> None:
-        self._trial.board.sample()
-        if self.count < self._total or self._trial.ledger.open:
-            self._trial.engine.simulation.at(self._trial.engine.now() + SAMPLE_SECONDS, self._sample)
+        self._run.board.sample()
+        if self.count < self._total or self._run.ledger.open:
+            self._run.engine.simulation.at(self._run.engine.now() + SAMPLE_SECONDS, self._sample)
 
 
-class Trial:
+class MillionRun:
     """The cast, and what is seen of it."""
 
     def __init__(self, policy: str, seed: int) -> None:
         self.seed = seed
-        self.ledger = Ledger()
+        self.ledger = DeliveryLedger()
         self.board = SampledFigures()
         config = EngineConfig(
             executor="thread",
@@ -271,12 +271,12 @@ class Trial:
 
 def main() -> None:
     arguments = options(__doc__, requests=1_000_000, rate=45.0, policy="fair", seed=1, svg="")
-    trial = Trial(arguments.policy, arguments.seed)
-    figures = trial.figures(trial.run(arguments.requests, arguments.rate))
+    run = MillionRun(arguments.policy, arguments.seed)
+    figures = run.figures(run.run(arguments.requests, arguments.rate))
     rows: list[dict[str, object]] = [{"figure": name, "value": value} for name, value in figures.items()]
     if arguments.svg:
         Path(arguments.svg).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.svg).write_text(trial.picture(arguments.requests))
+        Path(arguments.svg).write_text(run.picture(arguments.requests))
     facts = {name: getattr(arguments, name) for name in ("requests", "rate", "policy", "seed")}
     report(rows, arguments.json, **facts)
 

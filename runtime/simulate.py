@@ -11,11 +11,11 @@ from dataclasses import fields
 from typing import Final
 
 from cuelight.kernel.simulation import SimulationError, for_each_seed
-from cuelight.trial import Tally, run_history
+from cuelight.trial import RunTotals, run_seed
 
 ROW_SEEDS: Final = 100
 """A row of figures is written each time so many more seeds are done."""
-HEADER: Final = "".join(f"{field.name:>11}" for field in fields(Tally)) + "\n"
+HEADER: Final = "".join(f"{field.name:>11}" for field in fields(RunTotals)) + "\n"
 
 
 def simulate(seeds: Iterable[int], requests: int, write: Callable[[str], object] | None = None) -> int:
@@ -24,11 +24,11 @@ def simulate(seeds: Iterable[int], requests: int, write: Callable[[str], object]
     Writes a table, to standard output by default; at the first history that fails its check, its seed and why.
     """
     write = write or sys.stdout.write
-    total = Tally()
+    total = RunTotals()
     began = time.perf_counter()
 
     def trial(seed: int) -> None:
-        run_history(seed, requests, total)
+        run_seed(seed, requests, total)
         total.seeds += 1
         if total.seeds % ROW_SEEDS == 0:
             write(total.row())

@@ -1,7 +1,7 @@
-"""One history of the engine's own actors, around an executor without weights, drawn from a seed.
+"""One simulated run of the engine's own actors over an executor without weights, drawn from a seed.
 
-Actors crash, the executor's process is killed, hangs and loses its device. It is checked from outside: by what its
-clients were told, and by what is left when all is at rest.
+Actors crash, and the executor's process is killed, hangs and loses its device. The run is checked from outside: by
+what its clients received, and by what is left at rest.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from cuelight.messages.request import FIRST_EXECUTOR, ExecutorId, FinishReason, 
 from cuelight.messages.scheduler import Switch
 from cuelight.simulated_engine import Build, LatestFigures, SimulatedEngine
 from cuelight.stub_model import END_TOKEN, stub_parts
-from cuelight.trial_changes import Changes
-from cuelight.trial_client import Client, Excuses
-from cuelight.trial_device import Remains, build_flaky
-from cuelight.trial_draws import drawn_config, drawn_faults, drawn_kills, drawn_mischief
+from cuelight.trial_changes import SimulatedReloads
+from cuelight.trial_client import AllowedOutcomes, SimulatedClient
+from cuelight.trial_device import SurvivingMemory, build_faulty_executor
+from cuelight.trial_draws import draw_config, draw_fault_plan, draw_kills, draw_message_faults
 
 CONTEXT_LENGTH: Final = 700
 
 STEPS_MAX: Final = 200_000
-"""A history that goes on for longer does so for ever."""
+"""Steps after which a run counts as endless."""
 
 
 @dataclass
-class Tally:
-    """What has happened in all histories so far."""
+class RunTotals:
+    """The counts of all runs so far."""
 
     seeds: int = 0
     deliveries: int = 0
@@ -55,19 +55,19 @@ class Tally:
     failed: int = 0
     refused: int = 0
     crashes: int = 0
-    """Lives that did not end in order, of all actors."""
+    """Lives of all actors that a crash or a kill ended."""
     hangs: int = 0
     changes: int = 0
     """Executors that have taken over from another one that was alive."""
     poisoned: int = 0
-    """Requests that were poison, and failed for it."""
+    """Poisonous requests that failed."""
 
     def row(self) -> str:
         """The figures, in columns as wide as those of `HEADER`."""
         return "".join(f"{getattr(self, field.name):>11,}" for field in fields(self)) + "\n"
 
-    def count(self, client: Client, poison: RequestId | None) -> None:
-        """Add what became of a request."""
+    def count(self, client: SimulatedClient, poison: RequestId | None) -> None:
+        """Add the outcome of a request."""
         match client.end:
             case Rejected():
                 self.refused += 1
@@ -82,8 +82,8 @@ class Tally:
                 self.finished += 1
 
 
-def run_history(seed: int, request_count: int, total: Tally) -> None:
-    """One history, drawn from the seed. Raises AssertionError where a promise is broken."""
+def run_seed(seed: int, request_count: int, total: RunTotals) -> None:
+    """Run and check the engine of one seed. Raises AssertionError where a promise is broken."""
     SimulatedRun(seed, request_count).run(total)
 
 
@@ -91,12 +91,12 @@ class SimulatedRun:
     """The simulated engine of one seed, with its faults and its clients."""
 
     def __init__(self, seed: int, request_count: int) -> None:
-        chance = self._chance = random.Random(f"engine {seed}")
-        self._config = drawn_config(chance)
-        self._mischief = drawn_mischief(chance, self._config, request_count)
+        rng = self._rng = random.Random(f"engine {seed}")
+        self._config = draw_config(rng)
+        self._plan = draw_fault_plan(rng, self._config, request_count)
         self._observer = RunObserver(self._send_again)
         self._deliveries = 0
-        self._kills = drawn_kills(chance)
+        self._kills = draw_kills(rng)
         self._is_open = False
         parts = stub_parts(self._config)
         parts = replace(parts, facts=replace(parts.facts, context_length=CONTEXT_LENGTH))
@@ -106,41 +106,43 @@ class SimulatedRun:
             self._observer,
             parts=parts,
             stand_ins={"executor": self._executor_build(FIRST_EXECUTOR)},
-            faults=drawn_faults(chance),
+            faults=draw_message_faults(rng),
             tap=self._see,
         )
-        self._clients = [Client(RequestId(number), chance, self._engine.now) for number in range(request_count)]
-        self._changes = Changes(self._engine, self._executor_build, self._switch_to)
-        self._changes.draw(random.Random(f"changes {seed}"))
+        self._clients = [SimulatedClient(RequestId(number), rng, self._engine.now) for number in range(request_count)]
+        self._reloads = SimulatedReloads(self._engine, self._executor_build, self._switch_to)
+        self._reloads.draw(random.Random(f"changes {seed}"))
 
-    def run(self, total: Tally) -> None:
-        """Let it happen, and check it."""
+    def run(self, total: RunTotals) -> None:
+        """Run to the end, and check the outcome."""
         self._draw_requests()
-        if self._chance.random() < 0.2:
+        if self._rng.random() < 0.2:
             forget = partial(self._engine.find(self._engine.roles.cache).tell, ForgetPrefixes())
-            self._engine.simulation.at(self._chance.random(), forget)
+            self._engine.simulation.at(self._rng.random(), forget)
         self._engine.run(steps_max=STEPS_MAX)
-        mischief = self._mischief
-        assert not mischief.complaints, mischief.complaints[0]
-        excuses = self._excuses()
+        plan = self._plan
+        assert not plan.device_errors, plan.device_errors[0]
+        allowed = self._allowed_outcomes()
         for client in self._clients:
-            client.check(excuses)
-            total.count(client, mischief.poison)
+            client.check(allowed)
+            total.count(client, plan.poison)
         self._observer.check_at_rest()
-        self._changes.check()
+        self._reloads.check()
         self._engine.check_at_rest()
         total.deliveries += self._deliveries
         total.crashes += self._engine.deaths.total()
-        total.hangs += mischief.hung
-        total.changes += self._changes.taken_over
+        total.hangs += plan.hang_count
+        total.changes += self._reloads.switch_count
 
     def _executor_build(self, executor_id: ExecutorId) -> Build:
         """Return the build of an executor, whose lives share one piece of host memory."""
-        remains = Remains(self._config, self._mischief.chance)
-        return partial(build_flaky, self._config, self._mischief, remains, roles(self._config).scheduler, executor_id)
+        memory = SurvivingMemory(self._config, self._plan.rng)
+        return partial(
+            build_faulty_executor, self._config, self._plan, memory, roles(self._config).scheduler, executor_id
+        )
 
     def _switch_to(self, executor_id: ExecutorId, recompute: bool) -> Switch:
-        return Switch(executor_id, "", recompute, CONTEXT_LENGTH, (END_TOKEN,), self._changes)
+        return Switch(executor_id, "", recompute, CONTEXT_LENGTH, (END_TOKEN,), self._reloads)
 
     def _see(self, event: Event) -> None:
         if isinstance(event, Delivered):
@@ -148,26 +150,26 @@ class SimulatedRun:
             if (actor := self._kills.get(self._deliveries)) is not None:
                 self._engine.simulation.kill(self._engine.role(actor), "drawn")
         elif isinstance(event, Ended) and event.cause is not ExitCause.STOPPED and event.actor == "scheduler":
-            self._engine.simulation.at(self._engine.now(), self._changes.repeat)
+            self._engine.simulation.at(self._engine.now(), self._reloads.resend)
 
     def _draw_requests(self) -> None:
-        chance, at = self._chance, self._engine.simulation.at
+        rng, at = self._rng, self._engine.simulation.at
         for first, client in pairwise(self._clients):
-            if chance.random() < 0.2:
-                client.is_sample_of(first)
+            if rng.random() < 0.2:
+                client.become_sample_of(first)
         for client in self._clients:
-            seconds = chance.random() if chance.random() < 0.8 else 0.5  # some come all at once
+            seconds = rng.random() if rng.random() < 0.8 else 0.5  # some come all at once
             at(seconds, partial(self._send, client))
-            if chance.random() < 0.25:
-                leaves_at = seconds + chance.choice((0.0, 0.01, 0.3)) * chance.random()
+            if rng.random() < 0.25:
+                leaves_at = seconds + rng.choice((0.0, 0.01, 0.3)) * rng.random()
                 at(leaves_at, partial(self._leave, client))
 
-    def _send(self, client: Client) -> None:
+    def _send(self, client: SimulatedClient) -> None:
         client.is_sent = True
         if self._is_open:
             self._engine.find(self._engine.roles.intake).tell(client.submit())
 
-    def _leave(self, client: Client) -> None:
+    def _leave(self, client: SimulatedClient) -> None:
         client.has_left = True
         if client.end is None and self._is_open:
             self._engine.find(self._engine.roles.intake).tell(client.cancel())
@@ -177,7 +179,7 @@ class SimulatedRun:
         self._engine.simulation.at(self._engine.now(), self._send_all)
 
     def _send_all(self) -> None:
-        self._is_open = self._mischief.is_started = True
+        self._is_open = self._plan.is_started = True
         tell = self._engine.find(self._engine.roles.intake).tell
         for client in self._clients:
             if (submit := client.submit_again()) is not None:
@@ -186,15 +188,15 @@ class SimulatedRun:
                     tell(client.cancel())
         tell(ResendComplete())
 
-    def _excuses(self) -> Excuses:
+    def _allowed_outcomes(self) -> AllowedOutcomes:
         assert self._config.block_count is not None
         token_capacity = (self._config.block_count - 1) * self._config.block_size
-        return Excuses(
+        return AllowedOutcomes(
             token_limit=min(CONTEXT_LENGTH, token_capacity),
-            failed_steps=self._mischief.failures,
+            failed_steps=self._plan.failed_steps,
             executor_deaths=self._engine.deaths["executor"],
             is_calm=not self._engine.deaths,
-            poison=self._mischief.poison,
+            poison=self._plan.poison,
         )
 
 

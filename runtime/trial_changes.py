@@ -1,4 +1,4 @@
-"""Changes of models in a history: executors that are to take over, as whoever opened the engine would have it."""
+"""Reloads in a simulated run: executors that take over from the one that serves, as a reload of the engine has it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cuelight.messages.scheduler import CancelSwitch, Switch
 from cuelight.simulated_engine import Build, SimulatedEngine
 
 
-class Changes:
-    """At most one at a time. The model stays the same, so that every output does; the executor does not."""
+class SimulatedReloads:
+    """Reloads, one at a time, of the same model, so that outputs stay the same while executors change."""
 
     def __init__(
         self,
@@ -30,51 +30,51 @@ class Changes:
         self._build = build
         self._switch = switch
         self._latest = FIRST_EXECUTOR
-        self._asked: Switch | None = None
-        self.taken_over = 0
+        self._pending: Switch | None = None
+        self.switch_count = 0
 
-    def draw(self, chance: random.Random) -> None:
-        """Some histories have changes, and some of those are called off."""
-        for _ in range(chance.choice((0, 0, 1, 2, 4))):
-            at = chance.random()
-            self._simulation.at(at, partial(self._begin, recompute=chance.random() < 0.5))
-            if chance.random() < 0.2:
-                self._simulation.at(at + 0.1 * chance.random(), self._call_off)
+    def draw(self, rng: random.Random) -> None:
+        """Draw the reloads of this run, and which of them are cancelled."""
+        for _ in range(rng.choice((0, 0, 1, 2, 4))):
+            at = rng.random()
+            self._simulation.at(at, partial(self._begin, recompute=rng.random() < 0.5))
+            if rng.random() < 0.2:
+                self._simulation.at(at + 0.1 * rng.random(), self._cancel)
 
     def _begin(self, *, recompute: bool) -> None:
-        if self._asked is not None:
+        if self._pending is not None:
             return
         self._latest = ExecutorId(self._latest + 1)
         self._engine.spawn_executor(self._latest, self._build(self._latest))
-        self._asked = self._switch(self._latest, recompute)
-        self.repeat()
+        self._pending = self._switch(self._latest, recompute)
+        self.resend()
 
-    def repeat(self) -> None:
-        """The scheduler may be new."""
-        if self._asked is not None:
-            self._engine.find(self._engine.roles.scheduler).tell(self._asked)
+    def resend(self) -> None:
+        """Send the pending switch to the scheduler again, which may be new."""
+        if self._pending is not None:
+            self._engine.find(self._engine.roles.scheduler).tell(self._pending)
 
-    def _call_off(self) -> None:
-        if self._asked is not None:
-            self._engine.find(self._engine.roles.scheduler).tell(CancelSwitch(self._asked.executor_id))
+    def _cancel(self) -> None:
+        if self._pending is not None:
+            self._engine.find(self._engine.roles.scheduler).tell(CancelSwitch(self._pending.executor_id))
 
     def tell(self, message: Switched | SwitchFailed, /) -> None:
-        """Hear from the scheduler."""
-        if self._asked is None or message.executor_id != self._asked.executor_id:
+        """Receive the outcome of a switch from the scheduler."""
+        if self._pending is None or message.executor_id != self._pending.executor_id:
             return
-        self._asked = None
+        self._pending = None
         leaving = self._latest
         if isinstance(message, Switched):
             self._active.executor_id, leaving = leaving, self._active.executor_id
-            self.taken_over += 1
-        self._simulation.at(self._engine.now(), partial(self._dismiss, self._active.roles[leaving]))
+            self.switch_count += 1
+        self._simulation.at(self._engine.now(), partial(self._dismiss_executor, self._active.roles[leaving]))
 
-    def _dismiss(self, role: Role[ExecutorMessage]) -> None:
+    def _dismiss_executor(self, role: Role[ExecutorMessage]) -> None:
         with suppress(KeyError):
             self._simulation.dismiss(role, drop=True)
 
     def check(self) -> None:
-        """At rest, every one has taken over or will not, and one executor is left."""
-        assert self._asked is None, f"nobody says what has become of {self._asked}"
+        """Assert that no switch is pending and that one executor is left, the one that serves."""
+        assert self._pending is None, f"no outcome came of {self._pending}"
         executors = [name for name in self._simulation.statistics() if name in self._engine.executor_names]
         assert executors == [self._active.role.name], f"there are {executors}, and {self._active.role.name} serves"

@@ -1,4 +1,4 @@
-"""The executor of a history: around a device without weights, it fails, dies and hangs as the history's seed says."""
+"""The executor of a simulated run: over a device without weights, with failures, deaths and hangs by a `FaultPlan`."""
 
 from __future__ import annotations
 
@@ -24,45 +24,42 @@ from cuelight.stub_model import END_TOKEN
 
 ALPHABET: Final = b"abcdefg "
 
-POISONS: Final = ("loses the device", "has its process killed", "hangs")
-"""What a step with the poisonous request in it does to the executor."""
+POISON_EFFECTS: Final = ("loses the device", "has its process killed", "hangs")
+"""The effects that a step with the poisonous request can have on the executor."""
 
 
 @dataclass
-class Mischief:
-    """What goes wrong with the executor, beside what the simulation does to it; and what has."""
+class FaultPlan:
+    """The faults of the executor, beside those of the simulation: their rates, and how many there have been."""
 
-    chance: random.Random
-    fails: float = 0.0
-    """How often a step raises."""
-    loses: float = 0.0
-    """How often a step takes the device with it."""
-    hangs: float = 0.0
-    """How often a step never ends."""
-    misloads: float = 0.0
-    """How often loading the model fails, once all has started."""
-    dies_saving: float = 0.0
-    """How often it dies when it has been told to save blocks: before it has, or before anybody hears that it has."""
-    fits: int | None = None
-    """So many tokens of a step fit in the device's memory; None is any."""
+    rng: random.Random
+    step_failure_rate: float = 0.0
+    """Fraction of steps that raise."""
+    device_loss_rate: float = 0.0
+    """Fraction of steps that lose the device."""
+    hang_rate: float = 0.0
+    """Fraction of steps that never end."""
+    load_failure_rate: float = 0.0
+    """Fraction of loads of the model that fail, once the engine has started."""
+    save_death_rate: float = 0.0
+    """Fraction of steps with saved blocks after which the executor dies: before the copies, or before its answer."""
+    step_tokens_max: int | None = None
+    """Tokens of a step that fit in the device's memory; None is any number."""
     is_started: bool = False
     poison: RequestId | None = None
-    poison_does: str = POISONS[0]
-    failures: int = 0
-    hung: int = 0
-    poisoned: int = 0
-    complaints: list[str] = field(default_factory=list)
-    """What the steps had wrong: the executor would answer for it as for any failure."""
+    poison_effect: str = POISON_EFFECTS[0]
+    failed_steps: int = 0
+    hang_count: int = 0
+    device_errors: list[str] = field(default_factory=list)
+    """Exceptions of the stub device itself: bugs, which the executor answers as any failed step."""
 
-    def strikes(self, rate: float) -> bool:
-        """Draw."""
-        return rate > 0 and self.chance.random() < rate
+    def draws(self, rate: float) -> bool:
+        """Return whether a fault of this rate happens now."""
+        return rate > 0 and self.rng.random() < rate
 
-    def meets_poison(self, step: ExecuteStep) -> bool:
-        """Whether the poisonous request is in the step."""
-        is_there = any(chunk.request_id == self.poison for chunk in step.chunks)
-        self.poisoned += is_there
-        return is_there
+    def holds_poison(self, step: ExecuteStep) -> bool:
+        """Return whether the step computes the poisonous request."""
+        return any(chunk.request_id == self.poison for chunk in step.chunks)
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -71,80 +68,80 @@ def next_token(token_ids: Sequence[int]) -> int:
     return END_TOKEN if number == 0 else ALPHABET[number % len(ALPHABET)]
 
 
-def build_flaky(
+def build_faulty_executor(
     config: EngineConfig,
-    mischief: Mischief,
-    remains: Remains,
+    plan: FaultPlan,
+    memory: SurvivingMemory,
     scheduler: Role[SchedulerMessage],
     executor_id: ExecutorId,
     context: Context[ExecutorInbox],
 ) -> Executor[StubBatch]:
-    """The executor of this life, with what those before it have left in host memory."""
-    load = partial(_load, config, mischief, remains)
-    return FlakyExecutor(context, load, context.find(scheduler), executor_id, mischief, remains)
+    """Build the executor of one life over the host memory that earlier lives have left."""
+    load = partial(_load, config, plan, memory)
+    return FaultyExecutor(context, load, context.find(scheduler), executor_id, plan, memory)
 
 
-def _load(config: EngineConfig, mischief: Mischief, remains: Remains) -> Device[StubBatch]:
-    if mischief.is_started and mischief.strikes(mischief.misloads):
+def _load(config: EngineConfig, plan: FaultPlan, memory: SurvivingMemory) -> Device[StubBatch]:
+    if plan.is_started and plan.draws(plan.load_failure_rate):
         raise OSError("the weights cannot be read")
-    remains.inherit()
-    return FlakyDevice(config, mischief, remains)
+    memory.inherit()
+    return FaultyDevice(config, plan, memory)
 
 
-class Remains:
-    """Host memory that outlives the executors of a role: mostly, and but for what they were just saving there."""
+class SurvivingMemory:
+    """Host memory that outlives the executors of a role, except sometimes, and except blocks that were being saved."""
 
-    def __init__(self, config: EngineConfig, chance: random.Random) -> None:
-        self._chance = chance
+    def __init__(self, config: EngineConfig, rng: random.Random) -> None:
+        self._rng = rng
         self._block_size = config.block_size
         self.contents: list[int | None] = [None] * (config.host_block_count * config.block_size)
         self.number = 0
         self._runs: dict[tuple[int, int], int] = {}
         self._saving: list[tuple[int, slice, list[int | None]]] = []
-        """What was to be there with which step that is run, where, and what was there before."""
+        """Copies that no answer has confirmed: the step they belong to, their slots, and the contents before."""
 
     def inherit(self) -> None:
-        """Another executor has it."""
-        if not self.number or self._chance.random() < 0.1:
-            self.number = self._chance.getrandbits(40) + 1
+        """Pass the memory on to the next executor: draw what has become of the unconfirmed copies."""
+        if not self.number or self._rng.random() < 0.1:
+            self.number = self._rng.getrandbits(40) + 1
             self.contents[:] = [None] * len(self.contents)
         for _, place, before in reversed(self._saving):
-            self.contents[place] = self._chance.choice(
+            self.contents[place] = self._rng.choice(
                 (self.contents[place], before, [None] * len(before), before[:1] + self.contents[place][1:])
             )
         self._saving.clear()
 
     def save(self, slots: Sequence[int]) -> None:
-        """Blocks are about to be copied here, for the step that is run next."""
+        """Note that blocks are about to be copied to these slots, before the next step."""
         for slot in slots:
             place = slice(slot * self._block_size, (slot + 1) * self._block_size)
             self._saving.append((len(self._runs) + 1, place, self.contents[place]))
 
     def run(self, step: ExecuteStep) -> None:
-        """A step is run, and all copies before it have been made."""
+        """Note that a step runs, before which all its copies are made."""
         self._runs[step.epoch, step.step] = len(self._runs) + 1
 
     def answered(self, done: StepDone) -> None:
-        """Somebody may know that a step is done."""
+        """Forget the copies that the answer to a step confirms."""
         run = self._runs[done.epoch, done.step]
         self._saving = [each for each in self._saving if each[0] > run]
 
 
 @dataclass(frozen=True)
-class _Overheard:
-    """Where a step's answer goes."""
+class _AnswerTap:
+    """The address of a step's answer, which the memory sees first."""
 
     to: Address[StepDone | StepFailed]
-    remains: Remains
+    memory: SurvivingMemory
 
     def tell(self, message: StepDone | StepFailed, /) -> None:
         if isinstance(message, StepDone):
-            self.remains.answered(message)
+            self.memory.answered(message)
         self.to.tell(message)
 
 
-class FlakyExecutor(Executor[StubBatch]):
-    """An executor that sometimes hears of a step and does nothing any more, or is killed over it."""
+class FaultyExecutor(Executor[StubBatch]):
+    """An executor that hangs or is killed at a step, as its plan says."""
 
     def __init__(
         self,
@@ -152,27 +149,27 @@ class FlakyExecutor(Executor[StubBatch]):
         load: Callable[[], Device[StubBatch]],
         scheduler: Address[SchedulerMessage],
         executor_id: ExecutorId,
-        mischief: Mischief,
-        remains: Remains,
+        plan: FaultPlan,
+        memory: SurvivingMemory,
     ) -> None:
         super().__init__(context, load, scheduler, executor_id)
-        self._mischief = mischief
-        self._remains = remains
+        self._plan = plan
+        self._memory = memory
         self._hangs = False
         self._dies_in: int | None = None
 
     def handle(self, message: ExecutorInbox) -> None:
         """As an executor, unless it hangs."""
-        mischief = self._mischief
+        plan = self._plan
         if isinstance(message, ExecuteStep) and not self._hangs and message.life == self._life:
-            if mischief.poison_does == "has its process killed" and mischief.meets_poison(message):
+            if plan.poison_effect == "has its process killed" and plan.holds_poison(message):
                 raise SimulatedKill
-            is_poison = mischief.poison_does == "hangs" and mischief.meets_poison(message)
-            self._hangs = is_poison or mischief.strikes(mischief.hangs)
-            mischief.hung += self._hangs
-            if mischief.dies_saving and any(copies.copying is CopyKind.SAVE for copies in message.copies):
-                self._dies_in = mischief.chance.randrange(4) if mischief.strikes(mischief.dies_saving) else None
-            message = msgspec.structs.replace(message, reply_to=_Overheard(message.reply_to, self._remains))
+            is_poison = plan.poison_effect == "hangs" and plan.holds_poison(message)
+            self._hangs = is_poison or plan.draws(plan.hang_rate)
+            plan.hang_count += self._hangs
+            if plan.save_death_rate and any(copies.copying is CopyKind.SAVE for copies in message.copies):
+                self._dies_in = plan.rng.randrange(4) if plan.draws(plan.save_death_rate) else None
+            message = msgspec.structs.replace(message, reply_to=_AnswerTap(message.reply_to, self._memory))
         if self._dies_in is not None:
             if self._dies_in == 0:
                 raise SimulatedKill
@@ -181,34 +178,35 @@ class FlakyExecutor(Executor[StubBatch]):
             super().handle(message)
 
 
-class FlakyDevice(StubDevice):
+class FaultyDevice(StubDevice):
     """A stub whose steps sometimes raise, before they have done their work or after."""
 
-    def __init__(self, config: EngineConfig, mischief: Mischief, remains: Remains) -> None:
+    def __init__(self, config: EngineConfig, plan: FaultPlan, memory: SurvivingMemory) -> None:
         assert config.block_count is not None
-        host = msgspec.structs.replace(stub_host(config.host_block_count), memory=remains.number)
+        host = msgspec.structs.replace(stub_host(config.host_block_count), memory=memory.number)
         super().__init__(config.block_count, config.block_size, next_token, host)
-        self._mischief = mischief
-        self._remains = remains
-        self._host_slots = remains.contents
+        self._plan = plan
+        self._memory = memory
+        self._host_slots = memory.contents
         self._is_lost = False
 
     def run(self, batch: StubBatch) -> StepDone:
         """As a stub's, unless it fails; once lost, it stays so."""
-        mischief = self._mischief
-        is_poison = mischief.poison_does == "loses the device" and mischief.meets_poison(batch.step)
-        self._is_lost = self._is_lost or is_poison or mischief.strikes(mischief.loses)
+        plan = self._plan
+        is_poison = plan.poison_effect == "loses the device" and plan.holds_poison(batch.step)
+        self._is_lost = self._is_lost or is_poison or plan.draws(plan.device_loss_rate)
         self._check_found()
-        if mischief.fits is not None and sum(chunk.token_count for chunk in batch.step.chunks) > mischief.fits:
+        tokens = sum(chunk.token_count for chunk in batch.step.chunks)
+        if plan.step_tokens_max is not None and tokens > plan.step_tokens_max:
             raise MemoryError("the device's memory is full")
-        self._remains.run(batch.step)
-        fails = mischief.strikes(mischief.fails)
-        if fails and mischief.chance.random() < 0.5:
+        self._memory.run(batch.step)
+        fails = plan.draws(plan.step_failure_rate)
+        if fails and plan.rng.random() < 0.5:
             self._fail()
         try:
             done = super().run(batch)
         except Exception as error:
-            mischief.complaints.append(f"step {batch.step.step}: {type(error).__name__}: {error}")
+            plan.device_errors.append(f"step {batch.step.step}: {type(error).__name__}: {error}")
             raise
         if fails:
             self._fail()
@@ -218,13 +216,13 @@ class FlakyDevice(StubDevice):
         """As a stub's, unless it fails, and then nobody knows what is in the blocks."""
         self._check_found()
         if copies.copying is CopyKind.SAVE:
-            self._remains.save(copies.targets)
+            self._memory.save(copies.targets)
         try:
             super().copy(copies)
         except Exception as error:
-            self._mischief.complaints.append(f"{copies}: {type(error).__name__}: {error}")
+            self._plan.device_errors.append(f"{copies}: {type(error).__name__}: {error}")
             raise
-        if self._mischief.strikes(self._mischief.fails / 4):
+        if self._plan.draws(self._plan.step_failure_rate / 4):
             self._fail()
 
     def _check_found(self) -> None:
@@ -232,5 +230,5 @@ class FlakyDevice(StubDevice):
             raise DeviceLost("an unspecified launch failure")
 
     def _fail(self) -> None:
-        self._mischief.failures += 1
+        self._plan.failed_steps += 1
         raise RuntimeError("the device failed")

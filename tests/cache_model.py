@@ -1,4 +1,4 @@
-"""Two witnesses for the cache manager: one predicts its answers from the rules, one knows what is in each block."""
+"""Two models of the cache: one predicts its answers from the rules, one keeps the contents of each block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Prefix: TypeAlias = tuple[bytes, Tokens]
 """A salt and the tokens from the first on: what a lookup goes by."""
 
 
-def common(first: Tokens, second: Tokens) -> int:
+def common_length(first: Tokens, second: Tokens) -> int:
     """How many tokens two sequences begin with alike."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
@@ -37,7 +37,7 @@ class Holding:
 
 
 @dataclass
-class Model:
+class CacheModel:
     """Whole prefixes for keys, and one list for the free queue."""
 
     blocks_total: int
@@ -127,7 +127,7 @@ class Model:
         """Tokens of the block at `start` that the other sample has computed."""
         if leader is None or leader.salt != admission.salt:
             return 0
-        alike = common(leader.token_ids, admission.token_ids)
+        alike = common_length(leader.token_ids, admission.token_ids)
         return max(0, min(alike, leader.computed, len(admission.token_ids) - 1, start + self.block_size) - start)
 
     def grow(self, request: RequestId, token_count: int) -> Grant | None:
@@ -180,7 +180,7 @@ class Model:
         self.generation += 1
 
 
-class Device:
+class SlotContents:
     """The K/V of the pool and of host memory: each token's slot holds what it was computed from."""
 
     def __init__(self, block_size: int) -> None:

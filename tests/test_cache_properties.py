@@ -1,7 +1,7 @@
-"""The cache manager's core against two independent witnesses, over random histories.
+"""The cache manager's core against two independent models, over random histories.
 
-`Model` predicts every grant from the rules. `Device` remembers what the K/V of each slot was computed from, in the pool
-and in host memory, and so knows whether a hit is truthful, a copy comes in time and a write is harmless.
+`CacheModel` predicts every grant from the rules. `SlotContents` keeps what the K/V of each slot was computed from, in
+the pool and in host memory, and so knows whether a hit is truthful, a copy comes in time and a write is harmless.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 
-from cache_model import Device, Model, Tokens, common
+from cache_model import CacheModel, SlotContents, Tokens, common_length
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -48,8 +48,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.make = partial(Tables, block_size=block_size, watermark_fraction=watermark_fraction, host=host)
         self.tables = self.make(BlockPool(blocks_total + 1))
         self.round = 0
-        self.model = Model(blocks_total, block_size, math.ceil(watermark_fraction * blocks_total), host_total)
-        self.device = Device(block_size)
+        self.model = CacheModel(blocks_total, block_size, math.ceil(watermark_fraction * blocks_total), host_total)
+        self.device = SlotContents(block_size)
         self.copied: Counter[CopyKind] = Counter()
         self.waiting: dict[RequestId, Admission] = {}
         self.next_id = 0
@@ -103,7 +103,7 @@ class CacheMachine(RuleBasedStateMachine):
         admitted = self.model.holdings[admission.request_id]
         assert self._after_the_copies().holds(admitted), "a hit is not what it says"
 
-    def _after_the_copies(self) -> Device:
+    def _after_the_copies(self) -> SlotContents:
         """Were the round to end now. Others may join its copies, so they are not taken."""
         after = copy.deepcopy(self.device)
         after.pending += copy.deepcopy(self.tables._copies).take()
@@ -118,7 +118,7 @@ class CacheMachine(RuleBasedStateMachine):
         for request, holding in self.model.holdings.items():
             alike = 0
             if holding.salt == admission.salt and holding.generation == self.model.generation:
-                alike = min(common(holding.token_ids, admission.token_ids), limit)
+                alike = min(common_length(holding.token_ids, admission.token_ids), limit)
             ahead[request] = max(holding.computed, start) < alike
         if self.tables.is_being_computed(admission):
             assert any(ahead.values()), "it waits for nobody"

@@ -31,10 +31,10 @@ from cuelight.messages.detokenizer import DetokenizerMessage, Reopened
 from cuelight.messages.request import RequestId, Sampling
 from cuelight.messages.scheduler import RestoreState, SetPolicy
 from cuelight.simulate import simulate
-from cuelight.trial import Tally, run_history
+from cuelight.trial import RunTotals, run_seed
 from cuelight.trial_client import expected_output
 from cuelight.trial_device import next_token
-from cuelight.trial_draws import crowded
+from cuelight.trial_draws import with_tight_pool
 
 
 def told(seeds: Sequence[int], requests: int = 12) -> tuple[int, str]:
@@ -63,9 +63,9 @@ def test_histories() -> None:
 
 
 def test_a_seed_is_all_there_is_to_a_history() -> None:
-    tallies = [Tally(), Tally(), Tally()]
+    tallies = [RunTotals(), RunTotals(), RunTotals()]
     for seed, tally in zip((5, 5, 6), tallies, strict=True):
-        run_history(seed, 12, tally)
+        run_seed(seed, 12, tally)
     assert tallies[0] == tallies[1] != tallies[2]
 
 
@@ -193,9 +193,9 @@ def _forgets_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every history blocks go to host memory and come back, and executors die of it."""
-    config, mischief = trial.drawn_config, trial.drawn_mischief
-    monkeypatch.setattr(trial, "drawn_config", lambda chance: crowded(config(chance)))
-    monkeypatch.setattr(trial, "drawn_mischief", lambda *drawn: replace(mischief(*drawn), dies_saving=0.3))
+    config, plan = trial.draw_config, trial.draw_fault_plan
+    monkeypatch.setattr(trial, "draw_config", lambda rng: with_tight_pool(config(rng)))
+    monkeypatch.setattr(trial, "draw_fault_plan", lambda *drawn: replace(plan(*drawn), save_death_rate=0.3))
 
 
 def _trusts_every_save(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def _trusts_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (_ends_twice, "ends twice"),
         (_forgets_streams, "never ends"),
         (_takes_all, "gets"),
-        (_voids_nothing, "KeyError|steps end in the order|crashed"),
+        (_voids_nothing, "KeyError|steps end in the order|crashed|never ends"),
         (_closes_nothing, "scheduler knows of"),
         (_blames_nobody, "no hope|there is no executor|no rest"),
         (_forgets_output, "gets|ends for"),

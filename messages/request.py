@@ -37,36 +37,47 @@ Prompt: TypeAlias = str | Conversation | tuple[int, ...]
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How tokens are chosen and when to stop.
-
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 keep every token. `seed` None draws one at admission; with a
-    seed, the token at a position depends on (seed, position) and the model's output alone.
-    """
+    """How tokens are chosen and when the output ends."""
 
     max_tokens: int = 256
+    """Largest number of output tokens; the end of the context ends the output, too."""
     min_tokens: int = 0
+    """Output tokens before which neither end tokens nor stop strings end the output."""
     temperature: float = 0.0
+    """Sampling temperature; 0 is greedy: always the most probable token."""
     top_k: int = 0
+    """Sample from the `top_k` most probable tokens; 0 samples from all."""
     top_p: float = 1.0
+    """Sample from the most probable tokens whose probabilities reach `top_p` in total."""
     seed: int | None = None
+    """Seed of the request: the token at a position depends on the seed, the position and the model's output alone, not
+    on other requests. `None` draws a seed at submission.
+    """
     stop: tuple[str, ...] = ()
+    """One string or up to 16 that end the output; the text is cut before them."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output, beside the model's own end tokens."""
     ignore_eos: bool = False
+    """Whether to continue after the model's end tokens."""
 
 
 class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a request wants to be served beside others.
-
-    `priority`: higher is sooner, where the policy goes by it. `tenant`: whose share it counts against. Seconds are from
-    the submission: `queue_seconds` until its first blocks, `deadline_seconds` until its end; None waits for ever.
-    Prefixes are shared only between requests of the same `cache_salt`.
-    """
+    """How a request is served beside others."""
 
     tenant: str = ""
+    """Tenant whose share the request counts against under policy `"fair"`."""
     priority: int = 0
+    """Priority under policy `"priority"`; higher is served sooner."""
     queue_seconds: float | None = None
+    """Seconds from the submission after which a request without blocks ends with `DeadlineExceeded`; `None` waits
+    without limit.
+    """
     deadline_seconds: float | None = None
+    """Seconds from the submission after which an unfinished request ends with `DeadlineExceeded`; output received
+    before stays readable.
+    """
     cache_salt: str = ""
+    """Salt of the prefix cache: prefixes are shared between requests with the same salt only."""
 
 
 class CopyKind(StrEnum):

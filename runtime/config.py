@@ -41,86 +41,103 @@ POLICIES = ("fcfs", "priority", "deadline", "fair")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How an engine runs its model. Raises ConfigError for what cannot work.
-
-    Args:
-        dtype: of weights and KV cache: "float32", "bfloat16", or "auto" (float32 on the CPU, bfloat16 on CUDA).
-        quantization: of the weights: "int8", "int4" (groups of 32, by the native decoder alone), or None.
-        kv_cache_dtype: of the KV cache, with the native decoder: "float32", "bfloat16", "int8" (a scale per token and
-            head), or "auto" (int8 beside quantized weights unless `dtype` is float32, else as `dtype`).
-        decoder: "native" (Llama-like models on the CPU), "transformers" (any), or "auto".
-        attention: of the transformers decoder: "reference" (plain torch), "cpu" (native code), "triton" or "flash" (on
-            CUDA), or "auto".
-        executor: where the device work runs: "thread" (of this process), "process" (a child of its own, whose death
-            costs a pause and no request), or "auto" (a process on CUDA, threads on the CPU).
-        device: "cpu", "cuda", "cuda:1", or "auto" (CUDA where there is one).
-        token_budget: tokens computed in one step, at most: running requests wait for the prompts beside them that long.
-            None is 256 on the CPU, where larger steps gain next to nothing, and 2048 where there may be a GPU.
-        running_max: requests that hold blocks at once, at most.
-        queue_limit: requests accepted and not finished, at most; more are refused with QueueFull.
-        block_size: token slots per block of the KV cache.
-        block_count: blocks of the KV cache; None sizes it by `kv_cache_bytes`.
-        kv_cache_bytes: bytes of the KV cache; None takes a quarter of the free memory (at most 2 GiB) on the CPU, and
-            with the native decoder no more than `running_max` requests of 512 tokens need, or one of
-            `context_length`; on CUDA what weights, the largest step and graphs leave over of `memory_fraction`,
-            measured at the start.
-        memory_fraction: of a CUDA device's memory, that the engine and all that is there before it may take.
-        eager: whether to start at once, without compiling the model's layers by `torch.compile`, which takes up to a
-            minute when a model is first served on a machine. None compiles on CUDA, not on the CPU. Of the
-            transformers decoder.
-        host_block_count: blocks in host memory for what does not fit the KV cache, copied there and back where that is
-            quicker than to compute it again.
-        host_kv_cache_bytes: bytes of host memory for that; None goes by `host_block_count`.
-        watermark_fraction: of the blocks, kept free for running requests when a new one is admitted.
-        context_length: tokens a request may hold, prompt and output; None is the model's own limit.
-        steps_in_flight: steps handed to the executor before the first one's result is read.
-        restarts_max: deaths of the executor in a row, with no step computed in between, before the engine gives up.
-        step_timeout_seconds: an executor in a process that has not answered a step for so long is killed, and another
-            one started; None learns it from how long recent steps took.
-        long_prefill_tokens: of one prompt in one step while others could use the budget; None is a quarter of that.
-        policy: whom to serve next: "fcfs", "priority", "deadline", or "fair" between tenants by tokens served.
-        aging_seconds: under "priority", waiting so long is worth one level.
-        tenant_weights: shares of the tenants, above 0, and then no others are served; None serves any, all alike.
-        isolate_tenants: whether tenants share no prefixes, so that none can tell from the speed what others ask.
-        seed: of the engine's own chance, from which requests without a seed get theirs; None is different each time.
-        journal: a file that records all that the actors are told, prompts and outputs too, for `cuelight replay`; an
-            older journal there is overwritten, anything else is not. None records nothing.
-        resume: whether to go on with what the journal of an earlier process had not finished: see `Engine.resume`. The
-            journal then keeps what has not ended, and of the rest only the last 64 MiB or so.
-        resume_seconds: requests of an earlier process that nobody has picked up by then are cancelled.
-    """
+    """The options of an engine. Raises ConfigError for a value or a combination that cannot work."""
 
     dtype: str = "auto"
+    """Type of weights and KV cache: `"float32"`, `"bfloat16"`, or `"auto"` (float32 on the CPU, bfloat16 on CUDA).
+    bfloat16 takes half the memory, and half the time on a CPU with AVX512-BF16.
+    """
     quantization: str | None = None
+    """Quantization of the weights: `"int8"`, `"int4"` (groups of 32 weights with a scale and an offset, 5 bits a
+    weight; the head stays int8; native decoder only), or `None`.
+    """
     kv_cache_dtype: str = "auto"
+    """Type of the KV cache, with the native decoder: `"float32"`, `"bfloat16"`, `"int8"` (a scale per token and head),
+    or `"auto"` (int8 beside quantized weights unless `dtype` is float32, else as `dtype`).
+    """
     decoder: str = "auto"
+    """`"native"` (Llama, Mistral, Qwen2 and Qwen3 on the CPU, compiled at the first start), `"transformers"` (any
+    model), or `"auto"` (native where supported).
+    """
     attention: str = "auto"
+    """Attention of the transformers decoder, which any other value than `"auto"` selects: `"reference"` (plain torch),
+    `"cpu"` (native code), `"triton"` (CUDA), `"flash"` (CUDA, with `block_size=256`), or `"auto"` (the first available
+    of triton, flash, cpu, reference).
+    """
     executor: str = "auto"
+    """Placement of the device work: `"thread"` (in this process), `"process"` (a child process, whose death pauses
+    requests and fails none), or `"auto"` (a process on CUDA, threads on the CPU).
+    """
     device: str = "auto"
+    """`"cpu"`, `"cuda"`, `"cuda:1"`, or `"auto"` (CUDA where available)."""
     token_budget: int | None = None
+    """Largest number of tokens computed in one step; longer prompts are computed in chunks. `None` is 256 on the CPU,
+    where larger steps gain next to nothing, and 2048 where there may be a GPU.
+    """
     running_max: int = 64
+    """Largest number of requests that hold blocks at once."""
     queue_limit: int = 1024
+    """Largest number of accepted, unfinished requests; more are refused with `QueueFull`."""
     block_size: int = 16
+    """Token slots per block of the KV cache."""
     block_count: int | None = None
+    """Blocks of the KV cache; `None` sizes the cache by `kv_cache_bytes`."""
     kv_cache_bytes: int | None = None
+    """Bytes of the KV cache. `None` takes, on the CPU, a quarter of the free memory (at most 2 GiB; with the native
+    decoder at most the room for `running_max` requests of 512 tokens or one of `context_length`), and on CUDA the part
+    of `memory_fraction` that weights, the largest step and graphs leave free, measured at the start.
+    """
     memory_fraction: float = 0.9
+    """Fraction of GPU memory that may be in use in total, by this engine and by other programs."""
     eager: bool | None = None
+    """`True` starts the transformers decoder without compiling layers by `torch.compile` (up to a minute at a model's
+    first start on a machine) or capturing graphs; `None` compiles on CUDA only.
+    """
     host_block_count: int = 0
+    """Blocks in host memory for evicted blocks, copied there and back where that is faster than recomputing."""
     host_kv_cache_bytes: int | None = None
+    """Bytes of host memory for evicted blocks, in place of `host_block_count`."""
     watermark_fraction: float = 0.01
+    """Fraction of the blocks kept free for running requests when a new request is admitted."""
     context_length: int | None = None
+    """Largest number of tokens of a request, prompt and output; `None` is the model's own limit."""
     steps_in_flight: int = 2
+    """Steps sent to the executor before the result of the first is read."""
     restarts_max: int = 8
+    """Deaths of the executor in a row, with no step computed in between, before the engine gives up."""
     step_timeout_seconds: float | None = None
+    """Seconds after which an executor in a process that has not answered a step is killed and replaced; `None` derives
+    the limit from the duration of recent steps.
+    """
     long_prefill_tokens: int | None = None
+    """Largest number of tokens of one prompt in a step while other requests could use the budget; `None` is a quarter
+    of the budget.
+    """
     policy: str = "fcfs"
+    """Order of service: `"fcfs"`, `"priority"`, `"deadline"` (earliest first), or `"fair"` (between tenants, by tokens
+    served).
+    """
     aging_seconds: float = 10.0
+    """Waiting time that is worth one priority level under `"priority"`."""
     tenant_weights: Mapping[str, float] | None = None
+    """Weights of the tenants, by name; requests of other tenants are refused. `None` serves any tenant, all with equal
+    weight.
+    """
     isolate_tenants: bool = False
+    """Whether cached prefixes are shared within a tenant only: response times then reveal no other tenant's prompts."""
     seed: int | None = None
+    """Seed of the engine's random numbers, from which requests without a seed get theirs; `None` differs at each start.
+    """
     journal: str | os.PathLike[str] | None = None
+    """File that records all messages to the actors, prompts and outputs too, for `cuelight replay`; an older journal
+    there is overwritten, any other file is not. `None` records nothing.
+    """
     resume: bool = False
+    """Whether to continue the unfinished requests in the journal of an earlier process, see `Engine.resume`; the
+    journal then keeps unfinished requests and the last 64 MiB or so.
+    """
     resume_seconds: float = 60.0
+    """Seconds after which resumed requests that no client has picked up are cancelled."""
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> EngineConfig:
@@ -182,8 +199,9 @@ class EngineConfig:
 
 
 class EngineOptions(TypedDict, total=False):
-    """The keyword options of `Engine`, for type checkers: the fields of `EngineConfig`."""
+    """The keyword options of `Engine`, for type checkers. The fields are written by `python .ci/options.py`."""
 
+    # [[options EngineConfig]]
     dtype: str
     quantization: str | None
     kv_cache_dtype: str
@@ -215,11 +233,13 @@ class EngineOptions(TypedDict, total=False):
     journal: str | os.PathLike[str] | None
     resume: bool
     resume_seconds: float
+    # [[end]]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The keyword options of a request, for type checkers: the fields of `Sampling`."""
+    """The sampling options of a request, for type checkers. The fields are written by `python .ci/options.py`."""
 
+    # [[options Sampling]]
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -229,16 +249,19 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    # [[end]]
 
 
 class ServiceOptions(TypedDict, total=False):
-    """How a request is to be served beside others, for type checkers: the fields of `Service`."""
+    """The service options of a request, for type checkers. The fields are written by `python .ci/options.py`."""
 
+    # [[options Service]]
     tenant: str
     priority: int
     queue_seconds: float | None
     deadline_seconds: float | None
     cache_salt: str
+    # [[end]]
 
 
 class RequestOptions(SamplingOptions, ServiceOptions, total=False):

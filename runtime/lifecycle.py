@@ -27,7 +27,7 @@ from cuelight.open_requests import OpenRequests
 from cuelight.origin import Origin
 from cuelight.past import RestoredState
 from cuelight.progress import Progress
-from cuelight.record import RotatingJournal, begin
+from cuelight.record import RotatingJournal, open_journal
 from cuelight.reload import LINGER_SECONDS, Models, ReloadTarget
 from cuelight.submissions import RequestRouter
 from cuelight.threads import in_thread
@@ -70,7 +70,7 @@ class Lifecycle:
         self._progress = progress
         self._availability = availability
         self._is_broken = False
-        self._farewell: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Raises as `Engine.start`; then nothing is left."""
@@ -99,7 +99,7 @@ class Lifecycle:
             self._availability.check_starting()
         journal, past = await self._begin_journal(origin)
         system = self._make_system(specs, journal)
-        self.running = running = self._put_together(cast, system, board, active, origin, journal)
+        self.running = running = self._build_running(cast, system, board, active, origin, journal)
         self._availability.check_starting()
         self.health.loading("start actors")
         with phases("start actors"):
@@ -117,7 +117,7 @@ class Lifecycle:
         found = self._loader.find(self._config)
         return found.origin, found.build_actors(self._config, cast, board, active)
 
-    def _put_together(
+    def _build_running(
         self,
         cast: Roles,
         system: System,
@@ -153,16 +153,16 @@ class Lifecycle:
         """Open the journal, if there is to be one, and read what an earlier process has left in it."""
         if self._config.journal is None:
             return None, None
-        work = partial(begin, origin, asyncio.get_running_loop().time, self.open_requests.unfinished)
-        return await in_thread(work, too_late=_close_begun)
+        work = partial(open_journal, origin, asyncio.get_running_loop().time, self.open_requests.unfinished)
+        return await in_thread(work, too_late=_close_opened)
 
     def _make_system(self, specs: tuple[ActorSpec[Never], ...], journal: Journal | RotatingJournal | None) -> System:
         return System(
             specs,
             chance=random.Random(self._config.seed),
             tap=journal,
-            on_crash=self._one_crashed,
-            on_failure=self._crashed,
+            on_crash=self._actor_crashed,
+            on_failure=self._actor_failed,
             on_end=self._actors_ended,
         )
 
@@ -181,9 +181,9 @@ class Lifecycle:
     def _open(self, running: RunningEngine, past: RestoredState | None) -> None:
         """Serve, first of all the requests that an earlier process had not finished."""
         if isinstance(running.journal, RotatingJournal):
-            running.journal.settle()
+            running.journal.allow_rotation()
         if past is not None:
-            running.requests.go_on(past)
+            running.requests.restore(past)
         self._availability.open()
         self.health.enter("serving")
 
@@ -219,23 +219,23 @@ class Lifecycle:
         """Record that another model serves."""
         self._name = origin.name
         if self.running is not None and isinstance(self.running.journal, RotatingJournal):
-            self.running.journal.taken_over(origin)
+            self.running.journal.model_changed(origin)
 
     def _resend(self) -> None:
         """Send a new intake all requests again."""
         if self.running is not None:
-            self.running.requests.repeat_soon()
+            self.running.requests.resend_soon()
 
-    def _one_crashed(self, crash: ActorCrashed) -> None:
+    def _actor_crashed(self, crash: ActorCrashed) -> None:
         """An actor is gone, and mostly another one comes."""
         assert self.running is not None, "actors start after the engine was put together"
         self.health.crashed(crash)
         self.running.board.life_over(crash.actor)
         if crash.actor == self.running.roles.scheduler.name:
             asyncio.get_running_loop().call_soon(self.running.models.repeat)
-        self.running.requests.hear_of_crash(crash)
+        self.running.requests.attribute_crash(crash)
 
-    def _crashed(self, crash: ActorCrashed) -> None:
+    def _actor_failed(self, crash: ActorCrashed) -> None:
         """An actor is gone for good: whoever waits must hear of it."""
         self._is_broken = True
         self.health.enter("unavailable", str(crash))
@@ -249,7 +249,7 @@ class Lifecycle:
         log.error("gave_up", reason=reason)
         self._end_service(lambda: errors.EngineGaveUp(reason))
         stopping = self.running.system.stop(drop=True, timeout_seconds=LINGER_SECONDS)
-        self._farewell = asyncio.get_running_loop().create_task(stopping, name="cuelight farewell")
+        self._stopping = asyncio.get_running_loop().create_task(stopping, name="cuelight stop")
 
     def _actors_ended(self) -> None:
         self._ended()
@@ -280,7 +280,7 @@ class Lifecycle:
             self.running.models.end(reason)
 
 
-def _close_begun(begun: tuple[Journal | RotatingJournal | None, RestoredState | None]) -> None:
+def _close_opened(begun: tuple[Journal | RotatingJournal | None, RestoredState | None]) -> None:
     """The start was given up meanwhile, and nobody records."""
     if begun[0] is not None:
         begun[0].close()

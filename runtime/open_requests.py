@@ -17,7 +17,7 @@ from cuelight.messages.request import FinishReason, RequestId
 from cuelight.messages.scheduler import RestoreState, SetPolicy
 from cuelight.past import RestoredRequest
 
-_RECOLLECTIONS = (RestoreState, Histories, Streams)
+_STATE_MESSAGES = (RestoreState, Histories, Streams)
 """From these a new actor begins: all that lives is in them, so what had brought it down is met again there."""
 
 
@@ -65,7 +65,7 @@ class OpenRequests:
         """This holds from now on, in place of the order of its kind before."""
         self._orders[type(order)] = order
 
-    def repeat(self, intake: Address[IntakeMessage]) -> None:
+    def resend(self, intake: Address[IntakeMessage]) -> None:
         """Tell a new intake what the one before had been told."""
         for order in self._orders.values():
             intake.tell(order)
@@ -110,7 +110,7 @@ def _restored(submit: Submit, inbox: Inbox, now: float) -> RestoredRequest:
     )
 
 
-class Suspicion:
+class FaultAttribution:
     """Finds the request whose message brings an actor down: the first time may be chance, the second is not."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Suspicion:
     def at_fault(self, crash: ActorCrashed) -> RequestId | None:
         """An actor has crashed: the request whose message it was handling, where it did so when it crashed before."""
         kind, before = type(crash.message), self._before.pop(crash.actor, None)
-        if before is not None and kind in _RECOLLECTIONS:
+        if before is not None and kind in _STATE_MESSAGES:
             return before[0]
         request_id = _request_of(crash.message)
         if request_id is None:

@@ -47,28 +47,28 @@ class RotatingJournal:
         self._clock = clock
         self._unfinished = unfinished
         self._bytes_max = max(BYTES_MAX, 2 * journal.size_bytes)
-        self._is_due = True  # until all that was carried over is under way
+        self._is_held = True  # until all that was carried over is under way
 
-    def settle(self) -> None:
+    def allow_rotation(self) -> None:
         """Whatever has not ended is known from now on."""
-        self._is_due = False
+        self._is_held = False
 
     def __call__(self, event: Event) -> None:
         self._journal(event)
         if self._journal.size_bytes > self._bytes_max:
-            self._begin_anew_soon()
+            self._rotate_soon()
 
-    def taken_over(self, origin: Origin) -> None:
+    def model_changed(self, origin: Origin) -> None:
         """Another model serves, and it is its journal from now on."""
         self._origin = origin
-        self._begin_anew_soon()
+        self._rotate_soon()
 
-    def _begin_anew_soon(self) -> None:
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._begin_anew)
+    def _rotate_soon(self) -> None:
+        if not self._is_held:
+            self._is_held = True
+            asyncio.get_running_loop().call_soon(self._rotate)
 
-    def _begin_anew(self) -> None:
+    def _rotate(self) -> None:
         """Between two messages: all that was recorded has been done."""
         before = self._journal
         if before.error is not None or before.is_closed:
@@ -76,13 +76,13 @@ class RotatingJournal:
         now = self._clock()
         next_id, restored = self._unfinished(now)
         try:
-            self._journal = _replacing(before.path, self._origin, now, next_id, restored)
+            self._journal = _replace(before.path, self._origin, now, next_id, restored)
         except JournalError as error:
-            log.warning("journal_not_begun_anew", path=str(before.path), error=str(error))
+            log.warning("journal_not_rotated", path=str(before.path), error=str(error))
         else:
             before.close()
         self._bytes_max = max(BYTES_MAX, 2 * self._journal.size_bytes)
-        self._is_due = False
+        self._is_held = False
 
     def flush(self) -> None:
         """Have in the file what was recorded so far."""
@@ -93,7 +93,7 @@ class RotatingJournal:
         self._journal.close()
 
 
-def begin(
+def open_journal(
     origin: Origin, clock: Callable[[], float], unfinished: Unfinished
 ) -> tuple[Journal | RotatingJournal | None, RestoredState | None]:
     """The journal that the configuration asks for, and what it was told by an earlier process, if it is to go on.
@@ -111,10 +111,10 @@ def begin(
     try:
         if not config.resume:
             return Journal(path, about=_header(origin, clock(), 1, ())), None
-        with _claimed(path) as is_there:
+        with _locked(path) as is_there:
             if is_there:
-                past = _checked(path, origin)
-                journal = _replacing(path, origin, clock(), past.next_id, past.requests)
+                past = _restore(path, origin)
+                journal = _replace(path, origin, clock(), past.next_id, past.requests)
                 return RotatingJournal(journal, origin, clock, unfinished), past
         journal = Journal(path, about=_header(origin, clock(), 1, ()))
         return RotatingJournal(journal, origin, clock, unfinished), None
@@ -122,7 +122,7 @@ def begin(
         raise ConfigError(str(error)) from error
 
 
-def _checked(path: Path, origin: Origin) -> RestoredState:
+def _restore(path: Path, origin: Origin) -> RestoredState:
     config = origin.config
     past = read_state(path, time_of_day=time.time(), recent_seconds=config.resume_seconds)
     mine = origin.fingerprint
@@ -158,9 +158,7 @@ def _header(origin: Origin, clock: float, next_id: int, restored: tuple[Restored
     return about(origin) | fields
 
 
-def _replacing(
-    path: Path, origin: Origin, clock: float, next_id: int, restored: tuple[RestoredRequest, ...]
-) -> Journal:
+def _replace(path: Path, origin: Origin, clock: float, next_id: int, restored: tuple[RestoredRequest, ...]) -> Journal:
     """A new journal with these requests in its header, in place of the one at `path`. Raises JournalError."""
     beside = path.with_name(f"{path.name}.new")
     try:
@@ -183,7 +181,7 @@ def _replacing(
 
 
 @contextmanager
-def _claimed(path: Path) -> Iterator[bool]:
+def _locked(path: Path) -> Iterator[bool]:
     """Nobody else writes to the journal there, nor goes on from it meanwhile. Gives whether there is one.
 
     Raises JournalError.

@@ -25,7 +25,7 @@ from cuelight.messages.address import Address
 from cuelight.messages.intake import Cancel, IntakeMessage, Submit
 from cuelight.messages.request import Prompt, RequestId, Sampling, Service
 from cuelight.messages.scheduler import FailRequest
-from cuelight.open_requests import OpenRequests, Suspicion
+from cuelight.open_requests import FaultAttribution, OpenRequests
 from cuelight.past import RestoredState
 from cuelight.progress import counting_bar
 from cuelight.resume import UnclaimedRequests, submission
@@ -56,11 +56,11 @@ class RequestRouter:
         self._availability = availability
         self._loop = asyncio.get_running_loop()
         self._system = system
-        self._role_of_intake = intake
+        self._intake_role = intake
         self._before_read = before_read
         self._batches = 0
         self._leaving = DepartureRate()
-        self._suspicion = Suspicion()
+        self._faults = FaultAttribution()
         self._unclaimed = UnclaimedRequests(self._cancel)
         self._grace: asyncio.TimerHandle | None = None
         seed = config.seed
@@ -69,7 +69,7 @@ class RequestRouter:
     @cached_property
     def _intake(self) -> Address[IntakeMessage]:
         """Found once the system has started."""
-        return self._system.find(self._role_of_intake)
+        return self._system.find(self._intake_role)
 
     def end(self, reason: Callable[[], errors.EngineError]) -> None:
         """Nobody serves any more: each that has not ended fails, with an exception of its own."""
@@ -164,7 +164,7 @@ class RequestRouter:
             yield
         finally:
             self._batches -= 1
-            self._look_who_is_left()
+            self._check_drain()
 
     @property
     def are_over(self) -> bool:
@@ -176,7 +176,7 @@ class RequestRouter:
         """How many requests have no end yet."""
         return sum([not inbox.over for inbox in self._open.values()])
 
-    def _look_who_is_left(self) -> None:
+    def _check_drain(self) -> None:
         if self._availability.drain is not None:
             self._availability.drain.look()
 
@@ -188,7 +188,7 @@ class RequestRouter:
         self._open.remove(inbox)
         if inbox.end is not None:
             self._leaving.note(1, self._loop.time())
-        self._look_who_is_left()
+        self._check_drain()
 
     def _cancel(self, request_id: RequestId) -> None:
         if self._availability.is_own_thread:
@@ -200,7 +200,7 @@ class RequestRouter:
         with suppress(RuntimeError):  # the loop is closed, and the request with it
             self._loop.call_soon_threadsafe(self._intake.tell, Cancel(request_id))
 
-    def go_on(self, past: RestoredState) -> None:
+    def restore(self, past: RestoredState) -> None:
         """What an earlier process had not finished goes on, for whoever picks it up."""
         self._open.next_id = past.next_id
         for restored in past.requests:
@@ -224,17 +224,17 @@ class RequestRouter:
         """Those that nobody has picked up yet."""
         return self._unclaimed.request_ids
 
-    def repeat_soon(self) -> None:
+    def resend_soon(self) -> None:
         """Intake is new. It is told all once more, though not in the middle of what it is doing."""
-        self._loop.call_soon(self._repeat)
+        self._loop.call_soon(self._resend)
 
-    def _repeat(self) -> None:
+    def _resend(self) -> None:
         if self._availability.is_open:
-            self._open.repeat(self._intake)
+            self._open.resend(self._intake)
 
-    def hear_of_crash(self, crash: ActorCrashed) -> None:
+    def attribute_crash(self, crash: ActorCrashed) -> None:
         """An actor has crashed: a request over which it did so twice in a row is failed, and not sent again."""
-        culprit = self._suspicion.at_fault(crash)
+        culprit = self._faults.at_fault(crash)
         if culprit is None or not self._availability.is_open:
             return
         reason = f"the request brought the {crash.actor} down twice: {crash.__cause__!r}"

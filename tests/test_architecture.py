@@ -11,9 +11,7 @@ import importlib
 import subprocess
 import sys
 import tomllib
-import typing
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -22,8 +20,6 @@ import pytest
 from benchmark_modules import ROOT, benchmark
 
 import cuelight
-from cuelight.config import EngineConfig, EngineOptions, SamplingOptions
-from cuelight.messages.request import Sampling
 
 imports = benchmark("structure.imports")
 figures = benchmark("structure.figures")
@@ -384,11 +380,3 @@ def test_messages_are_frozen() -> None:
     ]
     assert len(structs) > 20
     assert [struct.__name__ for struct in structs if not struct.__struct_config__.frozen] == []
-
-
-def test_the_options_for_type_checkers_are_those_there_are() -> None:
-    assert typing.get_type_hints(EngineOptions) == typing.get_type_hints(EngineConfig)
-    assert list(typing.get_type_hints(SamplingOptions)) == list(Sampling.__struct_fields__)
-    # The docstring lists them as well.
-    described = [line.split(":")[0].strip() for line in (EngineConfig.__doc__ or "").splitlines() if ":" in line]
-    assert ["Args", *(field.name for field in fields(EngineConfig))] == described

@@ -21,7 +21,7 @@ from cuelight.messages.detokenizer import Histories
 from cuelight.messages.intake import Cancel, ResendComplete, SetTenants, Submit
 from cuelight.messages.request import FinishReason, Prompt, RequestId, Sampling
 from cuelight.messages.scheduler import SetPolicy, StepDone
-from cuelight.open_requests import Suspicion
+from cuelight.open_requests import FaultAttribution
 from cuelight.testing import crash, decode, encode, next_letter, stub_engine
 
 ACTORS = ("intake", "scheduler", "cache", "executor", "detokenizer")
@@ -155,7 +155,7 @@ async def test_a_request_without_a_seed_is_the_same_one_when_it_is_sent_again() 
         submit = engine._lifecycle.open_requests._submits[stream.request_id]
         assert submit.sampling.seed is not None
         told: list[object] = []
-        engine._lifecycle.open_requests.repeat(_Listener(told.append))
+        engine._lifecycle.open_requests.resend(_Listener(told.append))
         assert [each.sampling.seed for each in told if isinstance(each, Submit)] == [submit.sampling.seed]
         gate.allow()
         await stream.result()
@@ -185,7 +185,7 @@ async def test_a_new_intake_is_told_everything_again() -> None:
         third = engine.stream("three", max_tokens=3)
         await second.aclose()
         told: list[object] = []
-        engine._lifecycle.open_requests.repeat(_Listener(told.append))
+        engine._lifecycle.open_requests.resend(_Listener(told.append))
         gate.allow()
         assert [type(each) for each in told] == [SetTenants, SetPolicy, Submit, Submit, Cancel, Submit, ResendComplete]
         submits = [each for each in told if isinstance(each, Submit)]
@@ -270,31 +270,31 @@ def submit(number: int) -> Submit:
 
 
 def test_only_the_same_message_of_the_same_request_twice_in_a_row_is_suspicious() -> None:
-    suspicion = Suspicion()
-    assert suspicion.at_fault(crashed("intake", submit(1))) is None
-    assert suspicion.at_fault(crashed("intake", submit(2))) is None
-    assert suspicion.at_fault(crashed("intake", Cancel(RequestId(2)))) is None
-    assert suspicion.at_fault(crashed("scheduler", submit(2))) is None
-    assert suspicion.at_fault(crashed("intake", None)) is None
-    assert suspicion.at_fault(crashed("intake", submit(2))) is None
-    assert suspicion.at_fault(crashed("intake", submit(2))) == 2
-    assert suspicion.at_fault(crashed("intake", submit(2))) is None, "it begins anew"
+    faults = FaultAttribution()
+    assert faults.at_fault(crashed("intake", submit(1))) is None
+    assert faults.at_fault(crashed("intake", submit(2))) is None
+    assert faults.at_fault(crashed("intake", Cancel(RequestId(2)))) is None
+    assert faults.at_fault(crashed("scheduler", submit(2))) is None
+    assert faults.at_fault(crashed("intake", None)) is None
+    assert faults.at_fault(crashed("intake", submit(2))) is None
+    assert faults.at_fault(crashed("intake", submit(2))) == 2
+    assert faults.at_fault(crashed("intake", submit(2))) is None, "it begins anew"
 
 
 def test_a_message_about_several_requests_accuses_none() -> None:
-    suspicion = Suspicion()
+    faults = FaultAttribution()
     several = StepDone(1, 1, (RequestId(1), RequestId(2)), (5, 6))
     alone = StepDone(1, 1, (RequestId(1),), (5,))
-    assert [suspicion.at_fault(crashed("scheduler", each)) for each in (several, several)] == [None, None]
-    assert [suspicion.at_fault(crashed("scheduler", each)) for each in (alone, alone)] == [None, 1]
+    assert [faults.at_fault(crashed("scheduler", each)) for each in (several, several)] == [None, None]
+    assert [faults.at_fault(crashed("scheduler", each)) for each in (alone, alone)] == [None, 1]
 
 
 def test_what_everything_is_in_accuses_the_request_before() -> None:
-    suspicion = Suspicion()
+    faults = FaultAttribution()
     everything = Histories((), ())
-    assert suspicion.at_fault(crashed("detokenizer", everything)) is None
-    assert suspicion.at_fault(crashed("detokenizer", submit(3))) is None
-    assert suspicion.at_fault(crashed("detokenizer", everything)) == 3
+    assert faults.at_fault(crashed("detokenizer", everything)) is None
+    assert faults.at_fault(crashed("detokenizer", submit(3))) is None
+    assert faults.at_fault(crashed("detokenizer", everything)) == 3
 
 
 async def test_an_engine_that_is_stopped_while_it_recovers_ends_in_order() -> None:

@@ -609,12 +609,12 @@ async def test_a_start_that_is_cancelled_leaves_no_journal_open(journal: Path, m
     begun, may_go_on = threading.Event(), threading.Event()
 
     def slow(*arguments: object) -> object:
-        made = record.begin(*arguments)  # type: ignore[arg-type]  # as it was called
+        made = record.open_journal(*arguments)  # type: ignore[arg-type]  # as it was called
         begun.set()
         assert may_go_on.wait(NET_SECONDS)
         return made
 
-    monkeypatch.setattr("cuelight.lifecycle.begin", slow)
+    monkeypatch.setattr("cuelight.lifecycle.open_journal", slow)
     start = asyncio.create_task(stub_engine(journal=journal, resume=True).start())
     await until(begun.is_set)
     start.cancel()

@@ -25,6 +25,7 @@ constexpr int kQuadInputs = 4;
 // Bytes of a pair of bfloat16 values, and of the pairs of a panel.
 constexpr int kBf16PairBytes = 4;
 constexpr int kPanelPairBytes = kPanelOutputs * kBf16PairBytes;
+// Bytes of a panel per unit of float32 or bfloat16 weights.
 constexpr int kUnitBytes = kPanelPairBytes;
 constexpr int kQuadsPerGroup = kGroupInputs / kQuadInputs;
 constexpr int kQuadsPerSpan = kSpanInputs / kQuadInputs;

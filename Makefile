@@ -28,7 +28,7 @@ help:
 	@echo 'make chat                   talk to a model in the terminal'
 	@echo 'make chat PROMPT="..."      answer once and exit; so does: echo "..." | make chat'
 	@echo 'make chat MODEL=NAME        a built-in name, a Hugging Face folder, a .gguf file or a hub id'
-	@echo 'make test                   run all tests (ARGS="-k name" for some)'
+	@echo 'make test                   run all tests on all cores (ARGS="-k name" for some)'
 	@echo 'make check                  ruff, mypy and clang-format'
 	@echo 'make stress                 the long forms of some tests: 10,000 histories with crashes, 200 killed processes'
 	@echo 'make clean                  remove the virtual environment and everything built'
@@ -39,7 +39,7 @@ chat: setup
 
 test: setup
 	@$(BIN)/cuelight pull >/dev/null
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest -n auto --dist worksteal $(ARGS)
 
 check: setup
 	@$(BIN)/ruff check

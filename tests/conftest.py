@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,42 @@ import structlog
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.model_cache import cache_directory
 from cuelight.store import DEFAULT_MODEL, model_path
+
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+WORKERS_MAX = 8
+WORKER_BYTES = 2 << 30
+"""Memory that one worker may take, with the processes it starts."""
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return one worker a core, bounded by memory; 0, which is this process, where a few tests are selected by name."""
+    if config.option.keyword or config.args_source is pytest.Config.ArgsSource.ARGS:
+        return 0
+    count = min(_cores(), WORKERS_MAX)
+    if hasattr(os, "sysconf"):
+        count = min(count, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // WORKER_BYTES)
+    return count if count > 1 else 0
+
+
+def pytest_configure() -> None:
+    """Divide the cores among the workers: threads of torch that wait for a core spin, and take twice the time."""
+    if WORKERS > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // WORKERS)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while modules are imported, which makes little of it and takes a third longer with it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

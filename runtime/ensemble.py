@@ -21,7 +21,7 @@ from cuelight.actors.intake.limits import Limits
 from cuelight.actors.scheduler.actor import Scheduler
 from cuelight.actors.scheduler.outbox import ExecutorRoles, Peers
 from cuelight.actors.scheduler.planning import StepLimits
-from cuelight.config import EngineConfig, ModelFacts, read_facts
+from cuelight.config import EngineConfig
 from cuelight.errors import ModelUnavailable
 from cuelight.kept_tokenizer import load_tokenizer
 from cuelight.kernel import ActorSpec, InLoop, InProcess, RestartPolicy, Role, Terminated, get_logger
@@ -34,6 +34,7 @@ from cuelight.messages.observer import ObserverMessage
 from cuelight.messages.request import FIRST_EXECUTOR, ExecutorId
 from cuelight.messages.scheduler import Abort, Admit, FailRequest, RestoreState, SchedulerMessage, SetPolicy
 from cuelight.model_cache import cache_directory
+from cuelight.model_facts import ModelFacts, read_facts
 
 if TYPE_CHECKING:
     from cuelight.actors.executor.batch import Batch

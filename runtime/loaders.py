@@ -11,7 +11,7 @@ from typing import Generic, Never, Protocol, TypeAlias, TypeVar
 from cuelight import errors
 from cuelight.actors.executor.building import load_model
 from cuelight.actors.executor.lasting import LastingMemory
-from cuelight.config import EngineConfig, read_facts
+from cuelight.config import EngineConfig
 from cuelight.ensemble import (
     ActiveExecutor,
     EngineParts,
@@ -27,6 +27,7 @@ from cuelight.kernel import ActorSpec, Recipient
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.observer import ObserverMessage
 from cuelight.messages.request import ExecutorId
+from cuelight.model_facts import read_facts
 from cuelight.origin import Origin
 from cuelight.store import model_path
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from cuelight.config import EngineConfig, ModelFacts
+from cuelight.config import EngineConfig
 from cuelight.fingerprint import NO_FINGERPRINT, Fingerprint
 from cuelight.kernel import JournalError
+from cuelight.model_facts import ModelFacts
 
 
 @dataclass(frozen=True)

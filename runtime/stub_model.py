@@ -12,9 +12,10 @@ from typing import Final
 from cuelight.actors.executor.stub import StubBatch, StubDevice, next_letter, stub_host
 from cuelight.actors.intake.prompts import check_text
 from cuelight.actors.intake.refusal import Refused
-from cuelight.config import EngineConfig, ModelFacts
+from cuelight.config import EngineConfig
 from cuelight.ensemble import EngineParts
 from cuelight.messages.request import Conversation, Prompt, Refusal
+from cuelight.model_facts import ModelFacts
 
 STUB_NAME: Final = "stub"
 """The name of an engine that serves this model."""

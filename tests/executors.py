@@ -65,8 +65,8 @@ class Ticks:
 def of_model(folder: Path, config: EngineConfig) -> EngineParts[object]:
     """A model's real executor, for prompts of token ids."""
     from cuelight.actors.executor.building import load_model
-    from cuelight.config import read_facts
     from cuelight.ensemble import EngineParts, lasting_memory, load_options
+    from cuelight.model_facts import read_facts
     from cuelight.testing import stub_parts
 
     stub, facts = stub_parts(config), read_facts(folder)

@@ -11,7 +11,7 @@ from typing import Generic, Never, TypeVar
 from cuelight import trial_client as oracle
 from cuelight.actors.executor.device import Pending
 from cuelight.actors.executor.stub import StubDevice, hashed_token
-from cuelight.config import EngineConfig, ModelFacts
+from cuelight.config import EngineConfig
 from cuelight.kernel import Actor, Ended, Event, ExitCause, Timer
 from cuelight.kernel.faults import SimulatedCrash
 from cuelight.messages import detokenizer, intake, observer
@@ -19,6 +19,7 @@ from cuelight.messages.cache import CacheMessage
 from cuelight.messages.executor import ExecutorMessage, GetExecutorState
 from cuelight.messages.request import FinishReason, RequestId, Sampling, Service
 from cuelight.messages.scheduler import Abort, Admit, SchedulerMessage, SetPolicy, StepDone, StopMatched
+from cuelight.model_facts import ModelFacts
 from cuelight.simulated_engine import DetokenizerStandIn, IntakeStandIn, SimulatedEngine, stand_ins_without_clients
 from cuelight.stub_model import stub_parts
 

@@ -27,10 +27,11 @@ import uvloop
 from cuelight import Chunk, Engine, Result, Stream, errors, submissions
 from cuelight.actors.executor.stub import StubDevice
 from cuelight.client import Inbox
-from cuelight.config import EngineConfig, EngineOptions, ModelFacts
+from cuelight.config import EngineConfig, EngineOptions
 from cuelight.ensemble import EngineParts
 from cuelight.kernel import ActorCrashed, RestartPolicy
 from cuelight.messages.request import Conversation, FinishReason, Turn, Usage
+from cuelight.model_facts import ModelFacts
 from cuelight.stub_model import StubEncoder
 from cuelight.testing import END_TOKEN, crash, decode, encode, next_letter, stub_engine
 

@@ -32,8 +32,8 @@ from cuelight.actors.executor.model.probing import Probe, spread
 from cuelight.actors.executor.native import build
 from cuelight.actors.executor.options import CannotLoad
 from cuelight.actors.executor.runner import ModelRunner, load_runner
-from cuelight.config import ModelFacts, read_facts
 from cuelight.errors import ModelUnavailable
+from cuelight.model_facts import ModelFacts, read_facts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,13 +14,14 @@ from engines import NET_SECONDS, at_rest, expected_tokens, gated, until
 
 from cuelight import Engine, Stream, errors
 from cuelight.actors.executor.stub import StubDevice
-from cuelight.config import EngineConfig, ModelFacts
+from cuelight.config import EngineConfig
 from cuelight.ensemble import EngineParts
 from cuelight.kernel import ActorCrashed
 from cuelight.messages.detokenizer import Histories
 from cuelight.messages.intake import Cancel, ResendComplete, SetTenants, Submit
 from cuelight.messages.request import FinishReason, Prompt, RequestId, Sampling
 from cuelight.messages.scheduler import SetPolicy, StepDone
+from cuelight.model_facts import ModelFacts
 from cuelight.open_requests import FaultAttribution
 from cuelight.testing import crash, decode, encode, next_letter, stub_engine
 

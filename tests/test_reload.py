@@ -21,10 +21,11 @@ from engines import NET_SECONDS, Gate, NextToken, at_rest, expected_tokens, next
 
 from cuelight import Engine, Stream, errors
 from cuelight.actors.executor.stub import StubBatch, StubDevice
-from cuelight.config import EngineConfig, EngineOptions, ModelFacts
+from cuelight.config import EngineConfig, EngineOptions
 from cuelight.ensemble import EngineParts
 from cuelight.fingerprint import fingerprint
 from cuelight.messages.request import FinishReason
+from cuelight.model_facts import ModelFacts
 from cuelight.testing import END_TOKEN, crash, stub_engine, stub_parts
 from cuelight.trial import Tally, run_history
 

@@ -20,7 +20,7 @@ from cuelight.actors.intake.actor import Intake
 from cuelight.actors.scheduler.actor import Scheduler
 from cuelight.actors.scheduler.tracked import Request
 from cuelight.actors.scheduler.workload import SchedulerState
-from cuelight.config import EngineConfig, EngineOptions, ModelFacts
+from cuelight.config import EngineConfig, EngineOptions
 from cuelight.kernel import (
     OWN,
     Actor,
@@ -45,6 +45,7 @@ from cuelight.kernel.journal import Journal
 from cuelight.kernel.records import Recorded, read_journal
 from cuelight.kernel.replay import Difference, Replay, replay
 from cuelight.messages.cache import Reset
+from cuelight.model_facts import ModelFacts
 from cuelight.origin import Origin, about
 from cuelight.replay import _report
 from cuelight.replay import replay as replay_engine

@@ -5,6 +5,8 @@ Never seen outside the engine: the client library raises its own errors.
 
 from __future__ import annotations
 
+from typing import Never
+
 from cuelight.messages.request import Refusal
 
 
@@ -34,3 +36,8 @@ def kind(value: object) -> str:
 def number(value: int) -> str:
     """An integer as a reason shows it: Python refuses to print the largest ones."""
     return str(value) if value.bit_length() <= 128 else f"a number of {value.bit_length()} bits"
+
+
+def wrong_type(name: str, expected: str, value: object) -> Never:
+    """Raise `Refused` for an option that is not of the `expected` type."""
+    raise Refused(Refusal.WRONG_TYPE, f"{name} must be {expected}, and it is {kind(value)}")

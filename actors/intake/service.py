@@ -9,26 +9,26 @@ from typing import Final, Never
 
 import msgspec
 
-from cuelight.actors.intake.refusal import Refused, kind, number
+from cuelight.actors.intake.refusal import Refused, number, wrong_type
 from cuelight.messages.request import Refusal, Service
 
 SERVICE_OPTIONS: Final = Service.__struct_fields__
 NAME_CHARS_MAX: Final = 256
 PRIORITY_MAX: Final = 1_000_000
 
-_DEFAULTS: Final = msgspec.structs.asdict(Service())
+_SERVICE_DEFAULTS: Final = msgspec.structs.asdict(Service())
 
 
 def parse_service(options: Mapping[str, object]) -> Service:
     """Turn options by name, all of them `SERVICE_OPTIONS`, into a valid service. Raises `Refused`."""
-    fields = {**_DEFAULTS, **options}
+    fields = {**_SERVICE_DEFAULTS, **options}
     tenant, cache_salt = _name(fields, "tenant"), _name(fields, "cache_salt")
     priority = fields["priority"]
     if isinstance(priority, bool) or not isinstance(priority, Integral):
-        _wrong_type("priority", "an integer", priority)
+        wrong_type("priority", "an integer", priority)
     level = int(priority)
     if abs(level) > PRIORITY_MAX:
-        _refuse(f"priority is {number(level)}; it must be within {PRIORITY_MAX} of 0")
+        _refuse_service(f"priority is {number(level)}; it must be within {PRIORITY_MAX} of 0")
     return Service(tenant, level, _seconds(fields, "queue_seconds"), _seconds(fields, "deadline_seconds"), cache_salt)
 
 
@@ -41,13 +41,13 @@ def check_tenant(tenant: str, tenants: Container[str] | None) -> None:
 def _name(fields: Mapping[str, object], name: str) -> str:
     value = fields[name]
     if not isinstance(value, str):
-        _wrong_type(name, "a name", value)
+        wrong_type(name, "a name", value)
     if len(value) > NAME_CHARS_MAX:
-        _refuse(f"{name} has {len(value)} characters; there can be {NAME_CHARS_MAX}")
+        _refuse_service(f"{name} has {len(value)} characters; there can be {NAME_CHARS_MAX}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        _refuse(f"{name} {value!r} has a lone surrogate, which no encoding of text allows")
+        _refuse_service(f"{name} {value!r} has a lone surrogate, which no encoding of text allows")
     return str(value)
 
 
@@ -56,19 +56,15 @@ def _seconds(fields: Mapping[str, object], name: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, Real):
-        _wrong_type(name, "a number of seconds or None", value)
+        wrong_type(name, "a number of seconds or None", value)
     try:
         seconds = float(value)
     except OverflowError:
         seconds = math.inf
     if not 0 < seconds < math.inf:
-        _refuse(f"{name} is {seconds}; a deadline must lie ahead")
+        _refuse_service(f"{name} is {seconds}; a deadline must lie ahead")
     return seconds
 
 
-def _refuse(reason: str) -> Never:
+def _refuse_service(reason: str) -> Never:
     raise Refused(Refusal.BAD_SERVICE, reason)
-
-
-def _wrong_type(name: str, expected: str, value: object) -> Never:
-    raise Refused(Refusal.WRONG_TYPE, f"{name} must be {expected}, and it is {kind(value)}")

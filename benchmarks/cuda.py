@@ -169,9 +169,9 @@ def _least_seconds(model: Path, plan: Plan, limits: Limits, batches: Iterable[ob
     """For the work of these steps, if reading and computing overlap in full."""
     from benchmarks.roofline import Model
     from cuelight.actors.executor.batch import Batch
-    from cuelight.actors.executor.native.linear import Kind
+    from cuelight.actors.executor.native.linear import WeightFormat
 
-    counted = Model(model, Kind.BF16 if plan.dtype == "bfloat16" else Kind.F32, block_size=16)
+    counted = Model(model, WeightFormat.BF16 if plan.dtype == "bfloat16" else WeightFormat.F32, block_size=16)
     total = 0.0
     for batch in batches:
         assert isinstance(batch, Batch)

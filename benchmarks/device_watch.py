@@ -29,7 +29,7 @@ class Step:
     @property
     def is_decode(self) -> bool:
         """Whether each row has one token, and samples another."""
-        return len(self.batch.draws) == len(self.batch.sequences) == len(self.batch.token_ids)
+        return len(self.batch.sampling_rows) == len(self.batch.chunks) == len(self.batch.token_ids)
 
 
 @dataclass
@@ -101,10 +101,10 @@ class DeviceWatch:
     @property
     def row_count(self) -> int:
         """Rows of all steps together."""
-        return sum(len(step.batch.sequences) for step in self.steps)
+        return sum(len(step.batch.chunks) for step in self.steps)
 
     def decodes(self, rows: int) -> Sequence[tuple[float, Step]]:
         """Steps of so many decodes that follow another one, and how long after its end they ended."""
         pairs = zip(self.steps, self.steps[1:], strict=False)
         both = ((a, b) for a, b in pairs if a.is_decode and b.is_decode)
-        return [(b.end - a.end, b) for a, b in both if len(a.batch.sequences) == len(b.batch.sequences) == rows]
+        return [(b.end - a.end, b) for a, b in both if len(a.batch.chunks) == len(b.batch.chunks) == rows]

@@ -29,10 +29,10 @@ from benchmarks.stopwatch import Span, Stopwatch
 from benchmarks.workloads import Ask, FileWorkload, Workload, own_workloads
 from cuelight import Engine, model_path
 from cuelight.actors.executor.native.architecture import NotNative
-from cuelight.actors.executor.native.linear import Kind
+from cuelight.actors.executor.native.linear import WeightFormat
 from cuelight.config import EngineConfig, EngineOptions
 
-KINDS = {"int8": Kind.INT8, "int4": Kind.INT4, "bfloat16": Kind.BF16}
+KINDS = {"int8": WeightFormat.INT8, "int4": WeightFormat.INT4, "bfloat16": WeightFormat.BF16}
 
 
 @dataclass
@@ -255,7 +255,7 @@ def near_limits(
     folder: Path, chosen: EngineOptions, limits: Limits, measured: Iterable[Measured]
 ) -> dict[str, list[dict[str, object]]]:
     """Nothing for a model whose work is not known."""
-    kind = KINDS.get(chosen.get("quantization") or chosen["dtype"], Kind.F32)
+    kind = KINDS.get(chosen.get("quantization") or chosen["dtype"], WeightFormat.F32)
     try:
         model = roofline.Model(folder, kind, EngineConfig(**chosen).block_size)
     except NotNative as reason:

@@ -23,8 +23,8 @@ from cuelight.actors.executor.native.attention import (
     INT8,
     AttentionKernels,
     Floats,
-    Layout,
-    Pool,
+    LayerPool,
+    StepLayout,
     layout,
     wants_vnni_pairs,
 )
@@ -68,7 +68,7 @@ class Step:
         self.random = np.random.default_rng(1)
         self.arrays = [self._layer() for _ in range(LAYERS)]
         self.pools = [
-            Pool(
+            LayerPool(
                 *(a.ctypes.data for a in data),
                 kind,
                 self.blocks,
@@ -94,7 +94,7 @@ class Step:
             data = [(a.view(np.uint32) >> 16).astype(np.uint16) for a in data]
         return data, scales
 
-    def _layout(self) -> Layout:
+    def _layout(self) -> StepLayout:
         order = self.random.permutation(self.blocks).astype(np.int64)
         tables = np.split(order, np.cumsum(self.counts)[:-1])
         ends = [0, *itertools.accumulate(count for count, _ in self.sequences)]

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.native_limits import Ceilings
 from benchmarks.numpy_sampling import Floats, choose
-from cuelight.actors.executor.batch import Draw
+from cuelight.actors.executor.batch import SamplingRow
 from cuelight.actors.executor.model.sampling import sample as torch_sample
 from cuelight.actors.executor.native.sampler import Sampler
 from cuelight.messages.request import RequestId, Sampling
@@ -64,11 +64,11 @@ def measure(native: ctypes.CDLL, ceilings: Ceilings, seconds: float = 0.15) -> d
 
 
 def _row(native: ctypes.CDLL, kind: str, name: str, logits: Floats, seconds: float) -> dict[str, object]:
-    draws = [Draw(RequestId(row), row, row, row, 0, OPTIONS[name]) for row in range(ROWS)]
+    sampling_rows = [SamplingRow(RequestId(row), row, row, row, 0, OPTIONS[name]) for row in range(ROWS)]
     best, sampler = logits.argmax(axis=1), Sampler(native, [])
 
     def ours() -> float:
-        return fastest(lambda: sampler.choose(logits, best.copy(), draws), seconds) / ROWS
+        return fastest(lambda: sampler.choose(logits, best.copy(), sampling_rows), seconds) / ROWS
 
     figures, threads = {"all threads": ours()}, native.cue_threads()
     native.cue_set_threads(1)
@@ -78,10 +78,10 @@ def _row(native: ctypes.CDLL, kind: str, name: str, logits: Floats, seconds: flo
     native.cue_force_isa(-1)
     native.cue_set_threads(threads)
     alone = min(figures[form] for form in FORMS if form in figures)
-    some = list(enumerate(draws[:SLOW_ROWS]))
+    some = list(zip(logits, sampling_rows[:SLOW_ROWS], strict=False))
     rows = torch.from_numpy(logits[:SLOW_ROWS])
-    numpys = fastest(lambda: [choose(logits[row].copy(), draw, []) for row, draw in some], seconds) / SLOW_ROWS
-    torchs = fastest(lambda: torch_sample(rows, draws[:SLOW_ROWS], []), seconds) / SLOW_ROWS
+    numpys = fastest(lambda: [choose(row.copy(), sampling_row, []) for row, sampling_row in some], seconds) / SLOW_ROWS
+    torchs = fastest(lambda: torch_sample(rows, sampling_rows[:SLOW_ROWS], []), seconds) / SLOW_ROWS
     return {
         "logits": kind,
         "options": name,

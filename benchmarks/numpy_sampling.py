@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cuelight.actors.executor.batch import Draw
+from cuelight.actors.executor.batch import SamplingRow
 from cuelight.actors.executor.chance import key, noise
 from cuelight.messages.request import Sampling
 
@@ -19,14 +19,14 @@ FIRST_SORTED = 1024
 """So many of the most probable tokens are put in order before all are: nearly always they are enough for `top_p`."""
 
 
-def choose(logits: Floats, draw: Draw, eos_token_ids: Sequence[int]) -> int:
+def choose(logits: Floats, sampling_row: SamplingRow, eos_token_ids: Sequence[int]) -> int:
     """The token for one row of finite logits [vocabulary], which it may change; -1 if all tokens are forbidden.
 
     `top_k` is applied before `top_p`, which keeps the smallest set of most probable tokens that reach it. Of what is
     kept, the token with the largest sum of logit / temperature and noise is chosen; of equals the first.
     """
-    sampling = draw.sampling
-    if draw.output_index < sampling.min_tokens:
+    sampling = sampling_row.sampling
+    if sampling_row.output_index < sampling.min_tokens:
         ends = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)]
         logits[ends] = -np.inf
     best = int(logits.argmax())
@@ -36,7 +36,7 @@ def choose(logits: Floats, draw: Draw, eos_token_ids: Sequence[int]) -> int:
         return best
     kept = _kept(logits, logits[best], sampling)
     scores = _scaled(logits[kept], logits[best], sampling.temperature)
-    scores += noise(key(sampling.seed or 0, draw.position), kept)
+    scores += noise(key(sampling.seed or 0, sampling_row.position), kept)
     return int(kept[scores.argmax()])
 
 

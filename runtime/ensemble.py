@@ -14,10 +14,10 @@ from cuelight.actors.cache.actor import CacheManager
 from cuelight.actors.detokenizer.actor import Detokenizer
 from cuelight.actors.executor.building import build_executor, load_model
 from cuelight.actors.executor.device import Device
-from cuelight.actors.executor.lasting import LastingMemory
+from cuelight.actors.executor.lasting import HostMemoryFile
 from cuelight.actors.executor.options import LoadOptions, may_have_gpu
-from cuelight.actors.intake.actor import Encoder, Intake
-from cuelight.actors.intake.limits import Limits
+from cuelight.actors.intake.actor import Intake, PromptTokenizer
+from cuelight.actors.intake.limits import AdmissionLimits
 from cuelight.actors.scheduler.actor import Scheduler
 from cuelight.actors.scheduler.outbox import ExecutorRoles, Peers
 from cuelight.actors.scheduler.planning import StepLimits
@@ -67,11 +67,11 @@ class EngineParts(Generic[B]):
     """
 
     facts: ModelFacts
-    encoder: Encoder
+    encoder: PromptTokenizer
     decode: Callable[[Sequence[int]], str]
     load_device: Callable[..., Device[B]]
     """Called without arguments, or with a claim on the memory that is `lasting`."""
-    lasting: LastingMemory | None = None
+    lasting: HostMemoryFile | None = None
     """Outlives executors, until it is given back."""
 
 
@@ -153,7 +153,7 @@ class ActiveExecutor:
     eos_token_ids: frozenset[int] = frozenset()
     context_length: int | None = None
     """None while it is the first one."""
-    lasting: LastingMemory | None = None
+    lasting: HostMemoryFile | None = None
     """What outlives it, until `release`."""
 
     @property
@@ -169,7 +169,7 @@ class ActiveExecutor:
 
 def executor_spec(
     load_device: Callable[..., Device[B]],
-    lasting: LastingMemory | None,
+    lasting: HostMemoryFile | None,
     config: EngineConfig,
     executor_id: ExecutorId,
     cast: Roles,
@@ -180,12 +180,12 @@ def executor_spec(
     return ActorSpec(cast.executors[executor_id], build, EXECUTOR_RESTART_POLICY, placement)
 
 
-def lasting_memory(config: EngineConfig) -> LastingMemory | None:
+def lasting_memory(config: EngineConfig) -> HostMemoryFile | None:
     """For blocks in host memory, if there are to be some; None also where an executor's own must do."""
     if not config.host_block_count and config.host_kv_cache_bytes is None:
         return None
     try:
-        return LastingMemory(random.getrandbits(40))
+        return HostMemoryFile(random.getrandbits(40))
     except OSError as reason:
         log.info("host_memory_does_not_last", reason=str(reason))
         return None
@@ -234,7 +234,7 @@ def actor_specs(
     facts = parts.facts
     active.eos_token_ids, active.lasting = frozenset(facts.eos_token_ids), parts.lasting
     longest = context_length(facts, config)
-    intake_limits = Limits(facts.vocab_size, longest, config.queue_limit, config.tenants, config.isolate_tenants)
+    limits = AdmissionLimits(facts.vocab_size, longest, config.queue_limit, config.tenants, config.isolate_tenants)
     token_budget = step_tokens(config)
     long_prefill_tokens = config.long_prefill_tokens or -(-token_budget // 4)
     step_limits = StepLimits(
@@ -282,7 +282,7 @@ def actor_specs(
             lambda context: Intake(
                 context,
                 parts.encoder,
-                intake_limits,
+                limits,
                 context.find(cast.scheduler),
                 context.find(cast.detokenizer),
                 observer,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from cuelight.actors.detokenizer.vocabulary import load_decoder, load_kept_decoder
+from cuelight.actors.detokenizer.vocabulary import load_cached_decoder, load_decoder
 from cuelight.actors.intake.tokenizer import REFUSAL_FILE, TOKENIZER_FILE, PromptEncoder
 from cuelight.errors import ModelUnavailable
 from cuelight.kernel import get_logger
@@ -32,7 +32,7 @@ def load_tokenizer(folder: Path) -> tuple[PromptEncoder, Callable[[Sequence[int]
     child process, once per model; here it runs where a tokenizer cannot be kept, or where torch is loaded anyway.
     """
     if not _has_torch() and (kept := _kept(folder)) is not None:
-        return PromptEncoder.load_kept(kept), load_kept_decoder(kept / TOKENIZER_FILE)
+        return PromptEncoder.load_cached(kept), load_cached_decoder(kept / TOKENIZER_FILE)
     return PromptEncoder.load(folder), load_decoder(folder)
 
 

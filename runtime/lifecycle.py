@@ -12,7 +12,7 @@ from functools import partial
 from typing import Never
 
 from cuelight import errors
-from cuelight.actors.executor.phases import Phases
+from cuelight.actors.executor.phases import LoadPhases
 from cuelight.actors.scheduler.patience import REPORT_SECONDS
 from cuelight.availability import Availability, broken, closed
 from cuelight.board import StatusBoard, StatusCallbacks
@@ -77,7 +77,7 @@ class Lifecycle:
         self._availability.begin()
         try:
             with self._reminding():
-                await self._start(Phases().timed_by(time.monotonic))
+                await self._start(LoadPhases().timed_by(time.monotonic))
         except BaseException as error:
             self._progress.close()
             is_stopped = self._availability.is_closed
@@ -87,7 +87,7 @@ class Lifecycle:
                 raise closed() from error
             raise
 
-    async def _start(self, phases: Phases) -> None:
+    async def _start(self, phases: LoadPhases) -> None:
         self.health.loading("find model")
         with phases("find model"):
             board = StatusBoard(

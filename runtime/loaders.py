@@ -10,7 +10,7 @@ from typing import Generic, Never, Protocol, TypeAlias, TypeVar
 
 from cuelight import errors
 from cuelight.actors.executor.building import load_model
-from cuelight.actors.executor.lasting import LastingMemory
+from cuelight.actors.executor.lasting import HostMemoryFile
 from cuelight.config import EngineConfig
 from cuelight.ensemble import (
     ActiveExecutor,
@@ -53,7 +53,7 @@ class NextModel:
 
     origin: Origin
     build_executor: BuildExecutor
-    lasting: LastingMemory | None = None
+    lasting: HostMemoryFile | None = None
 
 
 class ModelLoader(Protocol):

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final, Literal, TypeAlias, assert_never
 
 from cuelight import errors
-from cuelight.actors.executor.lasting import LastingMemory
+from cuelight.actors.executor.lasting import HostMemoryFile
 from cuelight.config import is_one_of, shown
 from cuelight.ensemble import ActiveExecutor, Roles, context_length
 from cuelight.kernel import ActorSpec, NotSendable, Recipient, Role, System
@@ -137,7 +137,7 @@ class Reload:
         self,
         target: ReloadTarget,
         spec: ActorSpec[ExecutorMessage],
-        lasting: LastingMemory | None,
+        lasting: HostMemoryFile | None,
         switch: Callable[[Recipient[Switched | SwitchFailed]], Switch],
         on_over: Callable[[bool], None],
     ) -> None:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from cuelight import errors
-from cuelight.actors.intake.departures import DepartureRate
+from cuelight.actors.intake.departures import CompletionRate
 from cuelight.actors.intake.limits import check_room
 from cuelight.actors.intake.prompts import parse_prompt
 from cuelight.actors.intake.refusal import Refused, UnknownOption
@@ -59,7 +59,7 @@ class RequestRouter:
         self._intake_role = intake
         self._before_read = before_read
         self._batches = 0
-        self._leaving = DepartureRate()
+        self._completions = CompletionRate()
         self._faults = FaultAttribution()
         self._unclaimed = UnclaimedRequests(self._cancel)
         self._grace: asyncio.TimerHandle | None = None
@@ -90,7 +90,7 @@ class RequestRouter:
 
     def _check_room(self, count: int) -> None:
         """Raise `Refused` as intake would, without the cost of a message."""
-        check_room(len(self._open), count, self._config.queue_limit, self._leaving)
+        check_room(len(self._open), count, self._config.queue_limit, self._completions)
 
     def send(self, asked: Asked, sample_of: RequestId | None = None) -> Stream:
         """Send a request for which there is room, perhaps another sample of `sample_of`. Raises EngineUnavailable."""
@@ -187,7 +187,7 @@ class RequestRouter:
     def _forget(self, inbox: Inbox) -> None:
         self._open.remove(inbox)
         if inbox.end is not None:
-            self._leaving.note(1, self._loop.time())
+            self._completions.note(1, self._loop.time())
         self._check_drain()
 
     def _cancel(self, request_id: RequestId) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from cuelight.actors.executor.batch import Batch
-from cuelight.actors.executor.batch import Sequence as BatchSequence
-from cuelight.actors.executor.model.backends import Backend, Needs
+from cuelight.actors.executor.batch import BatchChunk as BatchSequence
+from cuelight.actors.executor.model.backends import AttentionBackend, AttentionSpec
 from cuelight.actors.executor.model.pool import KVPool
 
 SCALING = 0.3
@@ -38,8 +38,8 @@ class Case:
     is_spoilt: bool = True
     seed: int = 0
 
-    def needs(self, device: torch.device) -> Needs:
-        return Needs(
+    def spec(self, device: torch.device) -> AttentionSpec:
+        return AttentionSpec(
             device=device,
             dtype=self.dtype,
             heads=self.kv_heads * self.groups,
@@ -82,15 +82,15 @@ class Paged:
         return drawn.to(self.case.dtype).to(self.device)
 
     def _batch(self) -> Batch:
-        sequences, blocks, offsets, start = [], [], [], 0
+        chunks, blocks, offsets, start = [], [], [], 0
         for (context, count), table in zip(self.case.rows, self.tables, strict=True):
             positions = np.arange(context - count, context)
-            sequences.append(BatchSequence(start, start + count, context, table))
+            chunks.append(BatchSequence(start, start + count, context, table))
             blocks.append(table[positions // self.case.block_size])
             offsets.append(positions % self.case.block_size)
             start += count
         zeros = np.zeros(start, np.int64)
-        return Batch(0, 0, zeros, zeros, np.concatenate(blocks), np.concatenate(offsets), sequences=sequences)
+        return Batch(0, 0, zeros, zeros, np.concatenate(blocks), np.concatenate(offsets), chunks=chunks)
 
     def _fill(self, layer: int) -> None:
         size = self.case.block_size
@@ -133,7 +133,7 @@ class Paged:
         return out
 
 
-def check(case: Case, backend: Backend, device: torch.device) -> None:
+def check(case: Case, backend: AttentionBackend, device: torch.device) -> None:
     """Both layers, with queries, keys and values that lie as transformers leaves them: heads before tokens."""
     paged = Paged(case, device, is_token_major=backend.is_token_major)
     step = backend.step(paged.pool, paged.batch)

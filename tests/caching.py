@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cuelight.actors.cache.pool import BlockPool
-from cuelight.actors.cache.tables import Tables
+from cuelight.actors.cache.tables import BlockTables
 from cuelight.messages.cache import Admission, Filled
 from cuelight.messages.request import BlockCopies, CopyKind, HostTier, RequestId
 from cuelight.messages.scheduler import Grant
@@ -11,9 +11,9 @@ from cuelight.messages.scheduler import Grant
 BLOCK_SIZE = 4
 
 
-def make_tables(blocks_total: int, host_blocks: int = 0) -> Tables:
+def make_tables(blocks_total: int, host_blocks: int = 0) -> BlockTables:
     host = HostTier(host_blocks, move_seconds=1.0, recompute_seconds=1.0)
-    return Tables(BlockPool(blocks_total + 1), BLOCK_SIZE, 0.0, host)
+    return BlockTables(BlockPool(blocks_total + 1), BLOCK_SIZE, 0.0, host)
 
 
 def tokens(count: int, first: int = 0) -> tuple[int, ...]:
@@ -26,7 +26,7 @@ def asking(request: int, token_ids: tuple[int, ...], salt: bytes = b"", sample_o
 
 
 def admit(
-    tables: Tables, request: int, token_ids: tuple[int, ...], salt: bytes = b"", sample_of: int | None = None
+    tables: BlockTables, request: int, token_ids: tuple[int, ...], salt: bytes = b"", sample_of: int | None = None
 ) -> Grant:
     grant = tables.admit(asking(request, token_ids, salt, sample_of))
     tables.check()
@@ -34,24 +34,24 @@ def admit(
     return grant
 
 
-def fill(tables: Tables, request: int, computed: int, new: tuple[int, ...] = ()) -> None:
+def fill(tables: BlockTables, request: int, computed: int, new: tuple[int, ...] = ()) -> None:
     tables.fill(Filled(RequestId(request), computed, new))
     tables.check()
 
 
-def release(tables: Tables, request: int, computed: int, new: tuple[int, ...] = ()) -> None:
+def release(tables: BlockTables, request: int, computed: int, new: tuple[int, ...] = ()) -> None:
     tables.release(Filled(RequestId(request), computed, new))
     tables.check()
 
 
-def serve(tables: Tables, request: int, token_ids: tuple[int, ...], salt: bytes = b"") -> Grant:
+def serve(tables: BlockTables, request: int, token_ids: tuple[int, ...], salt: bytes = b"") -> Grant:
     """Admit, compute everything, release."""
     grant = admit(tables, request, token_ids, salt)
     release(tables, request, len(token_ids))
     return grant
 
 
-def forget(tables: Tables) -> None:
+def forget(tables: BlockTables) -> None:
     tables.forget_prefixes()
     tables.check()
 

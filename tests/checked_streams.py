@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from cuelight.actors.executor.staging import Numbers, Staging
-from cuelight.actors.executor.stream import Event, Streams
+from cuelight.actors.executor.stream import DeviceEvent, DeviceStreams
 
 HOST = "host"
 Clock = Counter[str]
@@ -65,7 +65,7 @@ class CheckedStream:
         self.jobs.append((mark, None, self._checked.tick()))
         return event
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: DeviceEvent) -> None:
         assert isinstance(event, CheckedEvent)
         self.jobs.append((None, event, self._checked.tick()))
 
@@ -104,7 +104,7 @@ class Checked(TorchDispatchMode):
         super().__init__()
         self._chance = random.Random(seed)
         self._ways = {name: CheckedStream(self, name) for name in ("compute", "prepare", "read")}
-        self.streams = Streams(**self._ways)  # type: ignore[arg-type]  # as a Protocol's
+        self.streams = DeviceStreams(**self._ways)  # type: ignore[arg-type]  # as a Protocol's
         self.clocks: dict[str, Clock] = {name: Clock() for name in (HOST, *self._ways)}
         self._actor = HOST
         self._may_wait = False

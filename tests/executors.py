@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cuelight.actors.executor.phases import phases_of_start
+from cuelight.actors.executor.phases import current_phases
 from cuelight.actors.executor.stub import StubDevice, next_letter
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def load(folder: Path, block_size: int) -> StubDevice:
     """Says that it lives; then does what a file's name says, while the file is there."""
     with (folder / "lives").open("a") as lives:
         lives.write(f"{os.getpid()}\n")
-    with phases_of_start(time.monotonic)("read weights"):
+    with current_phases(time.monotonic)("read weights"):
         if (folder / "cannot load").exists():
             raise OSError("no such weights")
         if (folder / "exit while loading").exists():

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from cuelight.actors.executor.model.attention_triton import Scores, Step
+from cuelight.actors.executor.model.attention_triton import ScoreOptions, TritonStep
 
 LOG2E = math.log2(math.e)
 
@@ -22,7 +22,13 @@ class PlainKernels:
             stored[places // size, :, places % size] = new[slots >= 0]
 
     def attend(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, step: Step, scores: Scores
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        step: TritonStep,
+        scores: ScoreOptions,
     ) -> None:
         kv_heads, size = keys.shape[1], keys.shape[2]
         for table, first, count, position, begin, end, place, _ in step.items.tolist():
@@ -52,7 +58,7 @@ class PlainKernels:
                 step.sums[place, :, 0, :rows] = most.flatten(1)
                 step.sums[place, :, 1, :rows] = total.flatten(1)
 
-    def merge(self, out: torch.Tensor, step: Step) -> None:
+    def merge(self, out: torch.Tensor, step: TritonStep) -> None:
         for first, count, place, parts in step.merges.tolist():
             if count == 0:
                 continue

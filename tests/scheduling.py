@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from support import Core
 
 from cuelight.actors.cache.actor import CacheManager
-from cuelight.actors.cache.hashing import Chain
-from cuelight.actors.cache.tables import Tables
+from cuelight.actors.cache.hashing import HashChain
+from cuelight.actors.cache.tables import BlockTables
 from cuelight.actors.executor.stub import StubDevice, stub_host
 from cuelight.actors.scheduler import blame
 from cuelight.actors.scheduler.actor import Scheduler
@@ -51,7 +51,7 @@ def scheduler_of(core: Core) -> Scheduler:
     return core.scheduler.actor
 
 
-def tables_of(core: Core) -> Tables:
+def tables_of(core: Core) -> BlockTables:
     assert isinstance(core.cache.actor, CacheManager)
     return core.cache.actor._tables
 
@@ -150,7 +150,7 @@ def check(core: Core) -> None:
     _check_admissions(scheduler, tables)
 
 
-def _check_admissions(scheduler: Scheduler, tables: Tables) -> None:
+def _check_admissions(scheduler: Scheduler, tables: BlockTables) -> None:
     """The first in line, as far as it is not set aside for good reason, does not fit."""
     if any(request.suspect for request in scheduler._state.running.values()):
         return
@@ -167,9 +167,9 @@ def _check_admissions(scheduler: Scheduler, tables: Tables) -> None:
         return
 
 
-def _lacks(tables: Tables, request: Request) -> tuple[int, bool]:
+def _lacks(tables: BlockTables, request: Request) -> tuple[int, bool]:
     """By how many blocks the pool is too small for this one, and whether what it would begin with is being computed."""
-    chain = Chain(request.token_ids, tables._block_size, request.salt)
+    chain = HashChain(request.token_ids, tables._block_size, request.salt)
     hits = tables._find_prefix(chain)
     held = sum(block is not None and tables.pool.is_held(block) for block in hits)
     watermark = tables._watermark_blocks if tables._tables else 0

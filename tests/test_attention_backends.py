@@ -17,8 +17,8 @@ from tiny_models import GROUPED
 from cuelight.actors.executor import model
 from cuelight.actors.executor.model import backends
 from cuelight.actors.executor.model.attention import UnsupportedAttention, _paged_attention
-from cuelight.actors.executor.model.attention_triton import Triton
-from cuelight.actors.executor.model.backends import Backend, Needs, Unavailable, choose
+from cuelight.actors.executor.model.attention_triton import TritonBackend
+from cuelight.actors.executor.model.backends import AttentionBackend, AttentionSpec, BackendUnavailable, choose
 from cuelight.actors.executor.options import CannotLoad
 from cuelight.model_cache import cache_directory
 
@@ -32,7 +32,7 @@ NATIVE = cache_directory() / "native"
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_reference_is_what_float64_says(shape: str, mix: str) -> None:
     case = dataclasses.replace(SHAPES[shape], rows=MIXES[mix], is_spoilt=False)
-    check(case, choose("reference", case.needs(CPU), None), CPU)
+    check(case, choose("reference", case.spec(CPU), None), CPU)
 
 
 @pytest.mark.cuda
@@ -40,7 +40,7 @@ def test_the_reference_is_what_float64_says(shape: str, mix: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_reference_on_the_gpu(shape: str, mix: str) -> None:
     case = dataclasses.replace(SHAPES[shape], rows=MIXES[mix], is_spoilt=False)
-    check(case, choose("reference", case.needs(CUDA), None), CUDA)
+    check(case, choose("reference", case.spec(CUDA), None), CUDA)
 
 
 @pytest.mark.usefixtures("native")
@@ -48,36 +48,36 @@ def test_the_reference_on_the_gpu(shape: str, mix: str) -> None:
 @pytest.mark.parametrize("shape", ["grouped", "alone", "bfloat16"])
 def test_native_attention_is_what_float64_says(shape: str, mix: str) -> None:
     case = dataclasses.replace(SHAPES[shape], rows=MIXES[mix])
-    check(case, choose("cpu", case.needs(CPU), NATIVE), CPU)
+    check(case, choose("cpu", case.spec(CPU), NATIVE), CPU)
 
 
-def choice(name: str, needs: Needs) -> tuple[str, str, MutableMapping[str, object]]:
+def choice(name: str, spec: AttentionSpec) -> tuple[str, str, MutableMapping[str, object]]:
     """Its name, and what is in the log: how loud, and what."""
     with structlog.testing.capture_logs() as events:
-        backend = choose(name, needs, NATIVE)
+        backend = choose(name, spec, NATIVE)
     (event,) = [event for event in events if event["event"] == "attention_backend"]
     return backend.name, str(event["log_level"]), event
 
 
 @pytest.mark.usefixtures("native")
 def test_on_the_cpu_native_code_is_chosen_where_it_can() -> None:
-    needs = Case(()).needs(CPU)
-    assert choice("auto", needs)[:2] == ("cpu", "info")
+    spec = Case(()).spec(CPU)
+    assert choice("auto", spec)[:2] == ("cpu", "info")
     for others, why in (
         ({"window": 8}, "neither sliding windows nor capped scores"),
         ({"softcap": 2.0}, "neither sliding windows nor capped scores"),
         ({"dtype": torch.float16}, "torch.float16"),
     ):
-        name, level, event = choice("auto", dataclasses.replace(needs, **others))  # type: ignore[arg-type]
+        name, level, event = choice("auto", dataclasses.replace(spec, **others))  # type: ignore[arg-type]
         assert (name, level) == ("reference", "warning")
         assert why in str(event["reason"])
         with pytest.raises(CannotLoad, match=f"attention 'cpu' is not available: .*{why}"):
-            choose("cpu", dataclasses.replace(needs, **others), NATIVE)  # type: ignore[arg-type]
+            choose("cpu", dataclasses.replace(spec, **others), NATIVE)  # type: ignore[arg-type]
 
 
 def test_native_code_is_for_the_cpu() -> None:
     with pytest.raises(CannotLoad, match="attention 'cpu' is not available: it runs on the CPU, not on cuda"):
-        choose("cpu", Case(()).needs(CUDA), NATIVE)
+        choose("cpu", Case(()).spec(CUDA), NATIVE)
 
 
 class Chosen:
@@ -100,13 +100,13 @@ class Chosen:
 def test_on_cuda_the_first_that_can_is_chosen(
     lacking: Sequence[str], chosen: str, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make(name: str, needs: Needs, code_folder: Path | None) -> Backend:
+    def make(name: str, spec: AttentionSpec, code_folder: Path | None) -> AttentionBackend:
         if name in lacking:
-            raise Unavailable(f"no {name} here")
+            raise BackendUnavailable(f"no {name} here")
         return Chosen(name)  # type: ignore[return-value]
 
     monkeypatch.setattr(backends, "_make", make)
-    name, how_loud, event = choice("auto", Case(()).needs(CUDA))
+    name, how_loud, event = choice("auto", Case(()).spec(CUDA))
     assert (name, how_loud) == (chosen, level)
     assert all(f"{each}: no {each} here" in str(event["reason"]) for each in lacking)
 
@@ -118,8 +118,8 @@ def test_where_triton_is_not_installed_it_says_so_and_others_do_without(monkeypa
     monkeypatch.setitem(sys.modules, "triton", None)
     for device in (CPU, CUDA):
         with pytest.raises(CannotLoad, match="attention 'triton' is not available: triton cannot be imported"):
-            choose("triton", Case(()).needs(device), None)
-    assert choice("auto", Case(()).needs(CPU))[:2] == ("cpu", "info")
+            choose("triton", Case(()).spec(device), None)
+    assert choice("auto", Case(()).spec(CPU))[:2] == ("cpu", "info")
 
 
 def test_kernels_that_do_not_run_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_kernels_that_do_not_run_are_not_chosen(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(triton_kernels, "IS_INTERPRETED", True)
     monkeypatch.setattr(triton_kernels, "TritonKernels", Old)
     with pytest.raises(CannotLoad, match="its kernels do not run here: OSError: the driver is too old"):
-        choose("triton", Case(()).needs(CPU), None)
+        choose("triton", Case(()).spec(CPU), None)
 
 
 def test_kernels_that_compute_something_else_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,34 +148,34 @@ def test_kernels_that_compute_something_else_are_not_chosen(monkeypatch: pytest.
     monkeypatch.setattr(triton_kernels, "IS_INTERPRETED", True)
     monkeypatch.setattr(triton_kernels, "TritonKernels", Wrong)
     with pytest.raises(CannotLoad, match="a mean of ones is not one"):
-        choose("triton", Case(()).needs(CPU), None)
+        choose("triton", Case(()).spec(CPU), None)
 
 
 def test_a_name_that_does_not_exist_is_refused() -> None:
     with pytest.raises(CannotLoad, match="no attention 'nonesuch'"):
-        choose("nonesuch", Case(()).needs(CPU), None)
+        choose("nonesuch", Case(()).spec(CPU), None)
 
 
-def needs(config: transformers.PreTrainedConfig) -> Needs:
-    return Needs.of(config, CPU, torch.float32, 16)
+def spec(config: transformers.PreTrainedConfig) -> AttentionSpec:
+    return AttentionSpec.of(config, CPU, torch.float32, 16)
 
 
 def test_what_a_model_needs_stands_in_its_configuration() -> None:
-    llama = needs(transformers.LlamaConfig(**GROUPED))
+    llama = spec(transformers.LlamaConfig(**GROUPED))
     assert (llama.heads, llama.kv_heads, llama.head_dim, llama.query_groups) == (6, 2, 8, 3)
     assert (llama.window, llama.softcap) == (None, None)
-    gemma = needs(transformers.Gemma2Config(**GROUPED, head_dim=32, sliding_window=8, attn_logit_softcapping=3.0))
+    gemma = spec(transformers.Gemma2Config(**GROUPED, head_dim=32, sliding_window=8, attn_logit_softcapping=3.0))
     assert (gemma.head_dim, gemma.window, gemma.softcap) == (32, 8, 3.0)
 
 
 def test_a_window_counts_where_it_cuts_a_context_short() -> None:
-    mistral = lambda window: needs(transformers.MistralConfig(**GROUPED, sliding_window=window)).window  # noqa: E731
+    mistral = lambda window: spec(transformers.MistralConfig(**GROUPED, sliding_window=window)).window  # noqa: E731
     assert [mistral(window) for window in (None, 255, 256, 4096)] == [None, 255, None, None]
     qwen = {**GROUPED, "sliding_window": 8, "max_window_layers": 1}
-    assert needs(transformers.Qwen2Config(**qwen, use_sliding_window=True)).window == 8
-    assert needs(transformers.Qwen2Config(**qwen, use_sliding_window=False)).window is None
+    assert spec(transformers.Qwen2Config(**qwen, use_sliding_window=True)).window == 8
+    assert spec(transformers.Qwen2Config(**qwen, use_sliding_window=False)).window is None
     everywhere = transformers.Gemma3TextConfig(**GROUPED, sliding_window=8, layer_types=["full_attention"] * 2)
-    assert needs(everywhere).window is None
+    assert spec(everywhere).window is None
 
 
 @pytest.mark.parametrize(
@@ -199,4 +199,4 @@ def test_triton_is_a_backend_that_plans() -> None:
     """What the graphs of decode steps ask for."""
     from cuelight.actors.executor.model.graphs import PlanningBackend
 
-    assert issubclass(Triton, PlanningBackend)
+    assert issubclass(TritonBackend, PlanningBackend)

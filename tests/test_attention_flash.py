@@ -11,8 +11,8 @@ from attention_cases import MIXES, Case, check
 from varlen import Varlen
 
 from cuelight.actors.executor.model import attention_flash, backends
-from cuelight.actors.executor.model.attention_flash import Flash, varlen_attention
-from cuelight.actors.executor.model.backends import Needs, choose
+from cuelight.actors.executor.model.attention_flash import FlashBackend, varlen_attention
+from cuelight.actors.executor.model.backends import AttentionSpec, choose
 from cuelight.actors.executor.model.host import HostPool
 from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.options import CannotLoad
@@ -35,8 +35,8 @@ LONG = {**MIXES, "several pages": ((700, 1), (256, 1), (257, 2), (512, 40), (300
 def test_flash_attention_is_what_float64_says(shape: str, mix: str) -> None:
     case = dataclasses.replace(SHAPES[shape], rows=LONG[mix])
     second, third = Varlen(is_version_2=True), Varlen(is_version_2=False)
-    check(case, Flash(second, CPU, is_version_2=True), CPU)
-    check(dataclasses.replace(case, block_size=16), Flash(third, CPU, is_version_2=False), CPU)
+    check(case, FlashBackend(second, CPU, is_version_2=True), CPU)
+    check(dataclasses.replace(case, block_size=16), FlashBackend(third, CPU, is_version_2=False), CPU)
     assert second.calls == third.calls == 2
 
 
@@ -59,8 +59,8 @@ def test_blocks_move_in_a_pool_where_a_tokens_heads_lie_together() -> None:
         assert torch.equal(plain, major)
 
 
-def needs(**others: object) -> Needs:
-    base = Needs(device=CUDA, dtype=torch.bfloat16, heads=6, kv_heads=2, head_dim=64, block_size=256)
+def spec(**others: object) -> AttentionSpec:
+    base = AttentionSpec(device=CUDA, dtype=torch.bfloat16, heads=6, kv_heads=2, head_dim=64, block_size=256)
     return dataclasses.replace(base, **others)  # type: ignore[arg-type]
 
 
@@ -69,7 +69,7 @@ def _no_trial(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if there were a GPU, and it did what it was asked."""
     monkeypatch.setattr(attention_flash, "varlen_attention", lambda: Varlen(is_version_2=True))
     monkeypatch.setattr(attention_flash, "is_version_2", lambda: True)
-    monkeypatch.setattr(backends, "_try", lambda backend, needs: None)
+    monkeypatch.setattr(backends, "_try", lambda backend, spec: None)
     yield
 
 
@@ -88,22 +88,22 @@ def _no_trial(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 def test_flash_is_refused_with_the_reason(others: dict[str, object], why: str) -> None:
     with pytest.raises(CannotLoad, match=f"attention 'flash' is not available: .*{why}"):
-        choose("flash", needs(**others), None)
+        choose("flash", spec(**others), None)
 
 
 @pytest.mark.usefixtures("_no_trial")
 def test_flash_is_chosen_for_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     for others in ({}, {"window": 128}, {"dtype": torch.float16}, {"block_size": 512}, {"head_dim": 256}):
-        backend = choose("flash", needs(**others), None)
-        assert isinstance(backend, Flash) and backend.is_token_major
+        backend = choose("flash", spec(**others), None)
+        assert isinstance(backend, FlashBackend) and backend.is_token_major
     monkeypatch.setattr(attention_flash, "is_version_2", lambda: False)
-    assert choose("flash", needs(block_size=16), None).name == "flash"
+    assert choose("flash", spec(block_size=16), None).name == "flash"
 
 
 def test_a_torch_without_block_tables_has_no_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_flash, "varlen_attention", lambda: None)
     with pytest.raises(CannotLoad, match=r"no varlen_attn that reads block tables: 2\.12 has"):
-        choose("flash", needs(), None)
+        choose("flash", spec(), None)
 
 
 def test_an_old_varlen_attn_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,4 +122,4 @@ def test_flash_attention_on_the_gpu(shape: str, mix: str) -> None:
     case = dataclasses.replace(SHAPES[shape], rows=LONG[mix], head_dim=64)
     if varlen_attention() is None:
         pytest.skip("this torch has no varlen_attn that reads block tables")
-    check(case, choose("flash", case.needs(CUDA), None), CUDA)
+    check(case, choose("flash", case.spec(CUDA), None), CUDA)

@@ -11,18 +11,18 @@ import torch
 from attention_cases import MIXES, SCALING, SHAPES, Case, Paged, check
 from plain_kernels import PlainKernels
 
-from cuelight.actors.executor.batch import Batch, Sequence
-from cuelight.actors.executor.model.attention_triton import ITEM, Planner, Tiling, Triton
+from cuelight.actors.executor.batch import Batch, BatchChunk
+from cuelight.actors.executor.model.attention_triton import ITEM, Tiling, TritonBackend, TritonPlanner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 
 
-def backend(case: Case, *, span: int | None = None, processors: int = 2) -> Triton:
+def backend(case: Case, *, span: int | None = None, processors: int = 2) -> TritonBackend:
     least = 1 << (case.groups - 1).bit_length()
     tiling = Tiling(decode_rows=least, prefill_rows=4 * least, processors=processors)
-    return Triton(PlainKernels(), Planner(case.groups, case.kv_heads, case.block_size, tiling, span), CPU)
+    return TritonBackend(PlainKernels(), TritonPlanner(case.groups, case.kv_heads, case.block_size, tiling, span), CPU)
 
 
 @pytest.mark.parametrize("span", [None, 7])
@@ -45,12 +45,12 @@ def test_any_step_is_divided_into_what_makes_it_up(seed: int) -> None:
     span = chance.choice([None, None, 100, 512])
     batch = step(rows, size)
     tokens = chance.choice([None, len(batch.token_ids), len(batch.token_ids) + 11])
-    plan = Planner(groups, 2, size, tiling, span).plan(batch, tokens)
+    plan = TritonPlanner(groups, 2, size, tiling, span).plan(batch, tokens)
     at_items, at_merges, at_tables = plan.key.sections
     items = plan.numbers[at_items:at_merges].reshape(-1, ITEM).tolist()
     seen = np.zeros((tokens or len(batch.token_ids), 5000), int)
     of_tile: dict[int, list[int]] = {}
-    tables = {each.start: each for each in batch.sequences}
+    tables = {each.start: each for each in batch.chunks}
     padded = set()
     for table, first, count, position, begin, end, place, _ in items:
         assert count * groups <= plan.key.rows
@@ -68,7 +68,7 @@ def test_any_step_is_divided_into_what_makes_it_up(seed: int) -> None:
         assert position == mine.context_length - mine.stop + first
         assert plan.numbers[at_tables:][table] == mine.block_ids[0]
         assert end <= position + count
-    for each in batch.sequences:
+    for each in batch.chunks:
         for token in range(each.start, each.stop):
             sees = each.context_length - each.stop + token + 1
             assert (seen[token, :sees] == 1).all()
@@ -82,17 +82,17 @@ def test_any_step_is_divided_into_what_makes_it_up(seed: int) -> None:
 
 
 def step(rows: list[tuple[int, int]], size: int) -> Batch:
-    sequences, start, block = [], 0, 1
+    chunks, start, block = [], 0, 1
     for length, count in rows:
         table = np.arange(block, block + -(-length // size))
-        sequences.append(Sequence(start, start + count, length, table))
+        chunks.append(BatchChunk(start, start + count, length, table))
         start, block = start + count, block + len(table)
     zeros = np.zeros(start, np.int64)
-    return Batch(0, 0, zeros, zeros, zeros, zeros, sequences=sequences)
+    return Batch(0, 0, zeros, zeros, zeros, zeros, chunks=chunks)
 
 
 def test_decodes_of_one_padded_size_share_a_key_whatever_their_contexts() -> None:
-    planner = Planner(4, 8, 16, Tiling(16, 64, processors=132))
+    planner = TritonPlanner(4, 8, 16, Tiling(16, 64, processors=132))
     chance = random.Random(1)
     keys = set()
     for _ in range(300):
@@ -108,7 +108,7 @@ def test_decodes_of_one_padded_size_share_a_key_whatever_their_contexts() -> Non
 
 
 def test_few_long_rows_are_divided_among_all_processors() -> None:
-    planner = Planner(4, 8, 16, Tiling(16, 64, processors=132))
+    planner = TritonPlanner(4, 8, 16, Tiling(16, 64, processors=132))
     for rows in ([(30000, 1)], [(8000, 1)] * 4):
         programs = 8 * planner.plan(step(rows, 16)).key.items
         assert programs >= 132, "none is idle"
@@ -138,7 +138,7 @@ def test_a_bound_plan_serves_every_step_of_its_key() -> None:
 
 @pytest.mark.parametrize("length", [250, 4321, 65_537, 300_001])
 def test_no_piece_of_a_long_row_is_without_keys(length: int) -> None:
-    plan = Planner(4, 8, 16, Tiling(16, 64, processors=1), span=8 if length < 5000 else 256).plan(
+    plan = TritonPlanner(4, 8, 16, Tiling(16, 64, processors=1), span=8 if length < 5000 else 256).plan(
         step([(length, 1)], 16)
     )
     at_items, at_merges, _ = plan.key.sections

@@ -108,7 +108,7 @@ def test_without_triton_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delattr(model, "triton_kernels", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(CannotLoad, match="attention 'triton' is not available: triton cannot be imported"):
-        choose("triton", Case(()).needs(CUDA), None)
+        choose("triton", Case(()).spec(CUDA), None)
 
 
 @pytest.mark.cuda

@@ -10,9 +10,9 @@ import pytest
 from benchmark_modules import benchmark
 
 from cuelight import model_path
-from cuelight.actors.executor.batch import Batch, Draw, Sequence
+from cuelight.actors.executor.batch import Batch, BatchChunk, SamplingRow
 from cuelight.actors.executor.native.decoder import NativeDecoder
-from cuelight.actors.executor.native.linear import Kind
+from cuelight.actors.executor.native.linear import WeightFormat
 from cuelight.actors.executor.native.runner import NativeRunner
 from cuelight.actors.scheduler.actor import Scheduler
 from cuelight.messages.request import RequestId, Sampling
@@ -64,16 +64,16 @@ def test_a_workload_file_gives_its_own_prompts_and_arrivals(tmp_path: Path) -> N
     assert (workload.name, workload.variants, workload.one_after_another) == ("online", 2, False)
 
 
-def batch(*rows: tuple[int, int, list[int]], draws: int | None = None) -> Batch:
+def batch(*rows: tuple[int, int, list[int]], sampling_rows: int | None = None) -> Batch:
     """Each row: tokens computed, context length, block table; all rows sample unless it is said how many do."""
     starts = np.cumsum([0, *(count for count, _, _ in rows)])
     zeros = np.zeros(starts[-1], np.int64)
     made = Batch(0, 1, zeros, zeros, zeros, zeros)
     for number, (count, context, table) in enumerate(rows):
         start = int(starts[number])
-        made.sequences.append(Sequence(start, start + count, context, np.array(table, np.int64)))
-    for number in range(len(rows) if draws is None else draws):
-        made.draws.append(Draw(RequestId(number), number, number, 1, 0, Sampling()))
+        made.chunks.append(BatchChunk(start, start + count, context, np.array(table, np.int64)))
+    for number in range(len(rows) if sampling_rows is None else sampling_rows):
+        made.sampling_rows.append(SamplingRow(RequestId(number), number, number, 1, 0, Sampling()))
     return made
 
 
@@ -102,7 +102,7 @@ KV_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
 
 
 def test_the_least_work_of_a_step_is_what_a_hand_counts(folder: Path) -> None:
-    model = benchmark("roofline").Model(folder, Kind.F32, block_size=4)
+    model = benchmark("roofline").Model(folder, WeightFormat.F32, block_size=4)
     work = model.work(batch((1, 6, [1, 2]), (3, 3, [3])))
     assert work.bytes == 4 * (LAYERS * (QKV + OTHERS) + HEAD) + 9 * KV_BYTES
     # In the last layer only the two rows that are sampled go on after attention.
@@ -111,11 +111,11 @@ def test_the_least_work_of_a_step_is_what_a_hand_counts(folder: Path) -> None:
 
 
 def test_a_shared_block_is_read_once_and_without_draws_there_is_no_head(folder: Path) -> None:
-    model = benchmark("roofline").Model(folder, Kind.F32, block_size=4)
+    model = benchmark("roofline").Model(folder, WeightFormat.F32, block_size=4)
     apart, shared = model.work(batch((1, 6, [1, 2]), (1, 6, [3, 4]))), model.work(batch((1, 6, [1, 2]), (1, 6, [1, 4])))
     assert apart.bytes - shared.bytes == 4 * KV_BYTES
     assert apart.products == shared.products
-    silent = model.work(batch((2, 2, [1]), draws=0))
+    silent = model.work(batch((2, 2, [1]), sampling_rows=0))
     assert silent.bytes == 4 * (LAYERS * QKV + (LAYERS - 1) * OTHERS) + 2 * KV_BYTES
     assert silent.products == 2 * (LAYERS * QKV * 2 + (LAYERS - 1) * 2 * OTHERS)
 
@@ -123,9 +123,9 @@ def test_a_shared_block_is_read_once_and_without_draws_there_is_no_head(folder: 
 def test_the_least_time_is_the_slower_of_reading_and_computing() -> None:
     roofline, limits = benchmark("roofline"), benchmark("native_limits").Limits(float32=100, int8=400, memory=10)
     reading, computing = roofline.Work(20e9, 100e9, 0), roofline.Work(1e9, 800e9, 100e9)
-    assert reading.seconds(limits, Kind.INT8) == pytest.approx(2.0)
-    assert computing.seconds(limits, Kind.INT8) == pytest.approx(3.0)
-    assert computing.seconds(limits, Kind.F32) == pytest.approx(9.0)
+    assert reading.seconds(limits, WeightFormat.INT8) == pytest.approx(2.0)
+    assert computing.seconds(limits, WeightFormat.INT8) == pytest.approx(3.0)
+    assert computing.seconds(limits, WeightFormat.F32) == pytest.approx(9.0)
 
 
 def test_the_stopwatch_leaves_everything_as_it_was() -> None:

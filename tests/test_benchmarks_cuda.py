@@ -102,7 +102,7 @@ def test_the_least_time_is_the_slower_of_reading_and_computing(tmp_path: Path) -
     module, plan = benchmark("cuda"), tiny_plan()
     folder = benchmark("random_models").build(plan.small, tmp_path / "model", "cpu", "float32")
     step = batch((1, 6, [1]))
-    work = benchmark("roofline").Model(folder, benchmark("roofline").Kind.F32, block_size=16).work(step)
+    work = benchmark("roofline").Model(folder, benchmark("roofline").WeightFormat.F32, block_size=16).work(step)
     reading = module._least_seconds(folder, plan, module.Limits(bytes=1e6, operations=1e15), [step, step])
     computing = module._least_seconds(folder, plan, module.Limits(bytes=1e15, operations=1e6), [step])
     assert reading == pytest.approx(2 * work.bytes / 1e6)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuelight.actors.cache.copies import Copies
+from cuelight.actors.cache.copies import CopyBatches
 from cuelight.messages.request import BlockCopies, CopyKind
 
 Copy = tuple[CopyKind, int, int]
@@ -17,7 +17,7 @@ SAVE, LOAD, FORK = CopyKind.SAVE, CopyKind.LOAD, CopyKind.FORK
 
 def gathered(copies: Iterable[Copy]) -> tuple[BlockCopies, ...]:
     """The batches that these copies make."""
-    gathering = Copies()
+    gathering = CopyBatches()
     for one in copies:
         gathering.add(*one)
     return gathering.take()
@@ -125,13 +125,13 @@ def test_a_later_copy_does_not_overtake_what_it_depends_on() -> None:
 
 
 def test_what_was_taken_is_not_given_out_again() -> None:
-    gathering = Copies()
+    gathering = CopyBatches()
     gathering.add(SAVE, 1, 0)
     assert len(gathering.take()) == 1
     assert gathering.take() == ()
 
 
 def test_a_block_is_not_copied_to_itself() -> None:
-    Copies().add(SAVE, 1, 1)
+    CopyBatches().add(SAVE, 1, 1)
     with pytest.raises(AssertionError, match="block 1 is copied to itself"):
-        Copies().add(FORK, 1, 1)
+        CopyBatches().add(FORK, 1, 1)

@@ -7,9 +7,9 @@ import struct
 
 import pytest
 
-from cuelight.actors.cache.hashing import Chain
+from cuelight.actors.cache.hashing import HashChain
 from cuelight.actors.cache.pool import BlockPool
-from cuelight.actors.cache.tables import REFUSED_CHAINS_MAX, Tables
+from cuelight.actors.cache.tables import REFUSED_CHAINS_MAX, BlockTables
 from cuelight.messages.cache import Admission, Filled, Growth
 from cuelight.messages.request import NULL_BLOCK, RequestId
 from cuelight.messages.scheduler import Grant
@@ -17,8 +17,8 @@ from cuelight.messages.scheduler import Grant
 BLOCK_SIZE = 4
 
 
-def make_tables(blocks_total: int, watermark_fraction: float = 0.0) -> Tables:
-    return Tables(BlockPool(blocks_total + 1), BLOCK_SIZE, watermark_fraction)
+def make_tables(blocks_total: int, watermark_fraction: float = 0.0) -> BlockTables:
+    return BlockTables(BlockPool(blocks_total + 1), BLOCK_SIZE, watermark_fraction)
 
 
 def tokens(count: int, first: int = 0) -> tuple[int, ...]:
@@ -26,35 +26,35 @@ def tokens(count: int, first: int = 0) -> tuple[int, ...]:
     return tuple(range(first, first + count))
 
 
-def admit(tables: Tables, request: int, token_ids: tuple[int, ...]) -> Grant | None:
+def admit(tables: BlockTables, request: int, token_ids: tuple[int, ...]) -> Grant | None:
     grant = tables.admit(Admission(RequestId(request), token_ids))
     tables.check()
     return grant
 
 
-def admitted(tables: Tables, request: int, token_ids: tuple[int, ...]) -> Grant:
+def admitted(tables: BlockTables, request: int, token_ids: tuple[int, ...]) -> Grant:
     grant = admit(tables, request, token_ids)
     assert grant is not None
     return grant
 
 
-def grow(tables: Tables, request: int, token_count: int) -> Grant | None:
+def grow(tables: BlockTables, request: int, token_count: int) -> Grant | None:
     grant = tables.grow(Growth(RequestId(request), token_count))
     tables.check()
     return grant
 
 
-def fill(tables: Tables, request: int, computed: int, new: tuple[int, ...] = ()) -> None:
+def fill(tables: BlockTables, request: int, computed: int, new: tuple[int, ...] = ()) -> None:
     tables.fill(Filled(RequestId(request), computed, new))
     tables.check()
 
 
-def release(tables: Tables, request: int, computed: int, new: tuple[int, ...] = ()) -> None:
+def release(tables: BlockTables, request: int, computed: int, new: tuple[int, ...] = ()) -> None:
     tables.release(Filled(RequestId(request), computed, new))
     tables.check()
 
 
-def serve(tables: Tables, request: int, token_ids: tuple[int, ...]) -> Grant:
+def serve(tables: BlockTables, request: int, token_ids: tuple[int, ...]) -> Grant:
     """Admit, compute everything, release: the full blocks stay as a cached prefix."""
     grant = admitted(tables, request, token_ids)
     release(tables, request, len(token_ids))
@@ -221,18 +221,18 @@ def test_rule_recompute_last_the_block_computed_again_is_the_requests_own() -> N
 
 def test_rule_chained_hash_a_digest_is_the_sha_256_of_parent_tokens_and_extra_keys() -> None:
     """Rule `sha256` as well: no guessable hash."""
-    chain = Chain((1, 2, 3, 4, 5), block_size=2, salt=b"tenant")
+    chain = HashChain((1, 2, 3, 4, 5), block_size=2, salt=b"tenant")
     first = hashlib.sha256(bytes(32) + struct.pack("<2i", 1, 2) + b"tenant").digest()
     assert chain.digest(0) == first
     assert chain.digest(1) == hashlib.sha256(first + struct.pack("<2i", 3, 4)).digest()
 
 
 def test_rule_chained_hash_only_full_blocks_have_a_digest() -> None:
-    chain = Chain((1, 2, 3), block_size=2)
+    chain = HashChain((1, 2, 3), block_size=2)
     with pytest.raises(AssertionError, match="only a full block"):
         chain.digest(1)
     chain.extend((4,))
-    assert chain.digest(1) == Chain((1, 2, 3, 4), block_size=2).digest(1)
+    assert chain.digest(1) == HashChain((1, 2, 3, 4), block_size=2).digest(1)
 
 
 def test_rule_chained_hash_the_same_tokens_at_another_place_are_another_block() -> None:
@@ -243,7 +243,7 @@ def test_rule_chained_hash_the_same_tokens_at_another_place_are_another_block() 
 
 
 def test_rule_hash_keys_the_salt_of_the_first_block_separates_the_whole_chain() -> None:
-    mine, yours = Chain(tokens(8), BLOCK_SIZE, salt=b"mine"), Chain(tokens(8), BLOCK_SIZE, salt=b"yours")
+    mine, yours = HashChain(tokens(8), BLOCK_SIZE, salt=b"mine"), HashChain(tokens(8), BLOCK_SIZE, salt=b"yours")
     assert mine.digest(0) != yours.digest(0)
     assert mine.digest(1) != yours.digest(1)
 
@@ -251,16 +251,16 @@ def test_rule_hash_keys_the_salt_of_the_first_block_separates_the_whole_chain() 
 def test_a_digest_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also over a refused admission that is tried again, and over the prefill that follows."""
     hashed: list[int] = []
-    next_digest = Chain._next_digest
+    next_digest = HashChain._next_digest
 
-    def counting(chain: Chain) -> bytes:
+    def counting(chain: HashChain) -> bytes:
         hashed.append(len(chain._digests))
         return next_digest(chain)
 
     tables = make_tables(6)
     serve(tables, 1, tokens(8))
     admitted(tables, 2, tokens(12, 50))
-    monkeypatch.setattr(Chain, "_next_digest", counting)
+    monkeypatch.setattr(HashChain, "_next_digest", counting)
     for _ in range(3):
         assert admit(tables, 3, tokens(17)) is None
     assert hashed == [0, 1, 2]
@@ -345,8 +345,8 @@ def test_rule_eviction_order_a_hit_makes_a_prefix_recent_again() -> None:
     assert serve(tables, 3, tokens(5)).cached_tokens == 4
     admitted(tables, 4, tokens(8, 100))
     assert admit(tables, 5, tokens(5, 50)) is None
-    assert tables.pool.find(Chain(tokens(4), BLOCK_SIZE).digest(0)) is not None
-    assert tables.pool.find(Chain(tokens(4, 50), BLOCK_SIZE).digest(0)) is None
+    assert tables.pool.find(HashChain(tokens(4), BLOCK_SIZE).digest(0)) is not None
+    assert tables.pool.find(HashChain(tokens(4, 50), BLOCK_SIZE).digest(0)) is None
 
 
 def test_rule_duplicate_prefixes_two_requests_that_compute_one_prefix_keep_their_own_blocks() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cuelight.actors.cache.pool import BlockPool
-from cuelight.actors.cache.tables import Tables
+from cuelight.actors.cache.tables import BlockTables
 from cuelight.messages.cache import Admission, Filled, Growth
 from cuelight.messages.request import CopyKind, HostTier, RequestId
 
@@ -45,7 +45,7 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def reset(self, blocks_total: int, block_size: int, watermark_fraction: float, host_total: int) -> None:
         host = HostTier(host_total, move_seconds=0.9 * block_size, recompute_seconds=1.0)
-        self.make = partial(Tables, block_size=block_size, watermark_fraction=watermark_fraction, host=host)
+        self.make = partial(BlockTables, block_size=block_size, watermark_fraction=watermark_fraction, host=host)
         self.tables = self.make(BlockPool(blocks_total + 1))
         self.round = 0
         self.model = CacheModel(blocks_total, block_size, math.ceil(watermark_fraction * blocks_total), host_total)
@@ -136,7 +136,7 @@ class CacheMachine(RuleBasedStateMachine):
         for batch in copies:
             self.copied[batch.copying] += len(batch.sources)
             if batch.copying is CopyKind.SAVE:
-                self.tables.host.doubt(batch.targets, self.round)
+                self.tables.host.mark_unconfirmed(batch.targets, self.round)
         self.round += 1
         self.device.pending += copies
 
@@ -203,7 +203,7 @@ class CacheMachine(RuleBasedStateMachine):
         for request, holding in self.model.holdings.items():
             self.waiting[request] = Admission(request, holding.token_ids, holding.salt)
         self.model.lose()
-        self.tables.host.forget_doubtful()
+        self.tables.host.forget_unconfirmed()
         self.tables = self.make(BlockPool(self.model.blocks_total + 1), kept=self.tables.host)
 
     @invariant()

@@ -6,7 +6,7 @@ import pytest
 from caching import admit, asking, fill, forget, forked, loaded, make_tables, release, saved, serve, tokens
 
 from cuelight.actors.cache.pool import BlockPool
-from cuelight.actors.cache.tables import Tables
+from cuelight.actors.cache.tables import BlockTables
 from cuelight.messages.request import HostTier
 
 
@@ -157,7 +157,7 @@ def test_a_first_sample_whose_contents_were_forgotten_is_no_help() -> None:
 
 
 def test_rule_all_or_nothing_a_refused_sample_leaves_no_trace() -> None:
-    tables = Tables(BlockPool(4), 4, 0.0, HostTier())
+    tables = BlockTables(BlockPool(4), 4, 0.0, HostTier())
     admit(tables, 1, tokens(6))
     fill(tables, 1, 6)
     admit(tables, 2, tokens(3, 50))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from caching import BLOCK_SIZE, admit, asking, fill, forget, loaded, make_tables, release, saved, serve, tokens
 
-from cuelight.actors.cache.hashing import Chain
+from cuelight.actors.cache.hashing import HashChain
 from cuelight.actors.cache.host import HostSlots
 from cuelight.actors.cache.pool import BlockPool
-from cuelight.actors.cache.tables import Tables
+from cuelight.actors.cache.tables import BlockTables
 from cuelight.messages.cache import Growth
 from cuelight.messages.request import CopyKind, HostTier, RequestId
 from cuelight.messages.scheduler import Grant
@@ -205,7 +205,7 @@ def test_rule_tail_first_what_was_loaded_loses_its_end_first_as_well() -> None:
     serve(tables, 2, tokens(24, 50))
     assert admit(tables, 3, tokens(9)).cached_tokens == 8
     admit(tables, 4, tokens(12, 100))
-    first, second = (Chain(tokens(8), BLOCK_SIZE).digest(i) for i in range(2))
+    first, second = (HashChain(tokens(8), BLOCK_SIZE).digest(i) for i in range(2))
     assert (first in tables.host, second in tables.host) == (True, False)
 
 
@@ -214,7 +214,7 @@ def test_rule_tail_first_what_was_evicted_again_is_lost_after_what_was_evicted_b
     serve(tables, 1, tokens(4))
     serve(tables, 2, tokens(12, 50))
     serve(tables, 3, tokens(5))
-    again = Chain(tokens(4), BLOCK_SIZE).digest(0)
+    again = HashChain(tokens(4), BLOCK_SIZE).digest(0)
     assert again in tables.host and tables.pool.find(again) is not None
     serve(tables, 4, tokens(12, 100))
     assert tables.pool.find(again) is None
@@ -230,7 +230,7 @@ def test_rule_resume_as_prefill_a_preempted_request_computes_again_only_its_bloc
     assert tables.grow(Growth(RequestId(1), 18)) is not None
     release(tables, 1, 18, (14, 15, 16, 17))
     serve(tables, 2, tokens(32, 50))
-    assert tables.pool.find(Chain(tokens(4), BLOCK_SIZE).digest(0)) is None
+    assert tables.pool.find(HashChain(tokens(4), BLOCK_SIZE).digest(0)) is None
     assert admit(tables, 1, tokens(19)).cached_tokens == 16
 
 
@@ -240,7 +240,7 @@ def test_rule_resume_as_prefill_a_preempted_request_computes_again_only_its_bloc
     ids=["no memory", "as slow as computing", "slower", "nothing measured"],
 )
 def test_where_moving_does_not_pay_nothing_is_moved(host: HostTier) -> None:
-    tables = Tables(BlockPool(3), BLOCK_SIZE, 0.0, host)
+    tables = BlockTables(BlockPool(3), BLOCK_SIZE, 0.0, host)
     serve(tables, 1, tokens(8))
     serve(tables, 2, tokens(8, 50))
     assert admit(tables, 3, tokens(8)).cached_tokens == 0

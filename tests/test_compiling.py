@@ -23,7 +23,7 @@ from cuelight.actors.executor.model import compiling, loading
 from cuelight.actors.executor.model.attention import ATTENTION_NAME, attending
 from cuelight.actors.executor.model.compiling import COMPILED_NAME, compile_layers
 from cuelight.actors.executor.model.loading import LoadedModel, load
-from cuelight.actors.executor.model.passes_norm import FusedNorm, Norm
+from cuelight.actors.executor.model.passes_norm import FusedNorm, RecognizedNorm
 from cuelight.actors.executor.runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -131,7 +131,7 @@ def test_a_model_without_a_list_of_layers_is_not_compiled(tmp_path: Path, monkey
 )
 def test_who_is_compiled(device: str, eager: bool | None, wanted: bool, tmp_path: Path) -> None:
     save(transformers.LlamaConfig(**GROUPED), tmp_path)
-    start = loading._Loading(options(tmp_path, eager=eager), loading.memory_of)
+    start = loading._ModelLoader(options(tmp_path, eager=eager), loading.memory_of)
     start._device = torch.device(device)
     assert start._wants_compiling is wanted
 
@@ -145,8 +145,8 @@ def artifacts(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return given
 
 
-def stored(model: PreTrainedModel, folder: Path) -> compiling._Store:
-    return compiling._Store(folder, model)
+def stored(model: PreTrainedModel, folder: Path) -> compiling._CompiledLayersFile:
+    return compiling._CompiledLayersFile(folder, model)
 
 
 def test_what_was_compiled_is_kept_for_models_of_the_same_make(artifacts: list[bytes], tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_layer_computes_the_norm_after_it_too(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_a_norm_that_is_given_another_tensor_than_it_was_told_computes_anew() -> None:
-    norm = FusedNorm(Norm(torch.ones(8), 1e-6, is_offset=False), torch.float32, None)
+    norm = FusedNorm(RecognizedNorm(torch.ones(8), 1e-6, is_offset=False), torch.float32, None)
     x, y = torch.randn(2, 3, 8)
     norm.compute_ahead(x)
     torch.testing.assert_close(norm(y), torch.nn.functional.rms_norm(y, (8,), eps=1e-6))

@@ -15,7 +15,7 @@ from support import FailingDevice, Recorder
 
 from cuelight.actors.executor.actor import Executor, ExecutorInbox
 from cuelight.actors.executor.device import DeviceLost
-from cuelight.actors.executor.phases import phases_of_start
+from cuelight.actors.executor.phases import current_phases
 from cuelight.actors.executor.stub import StubBatch, StubDevice, hashed_token, stub_host
 from cuelight.kernel import ActorSpec, Context, Role, System
 from cuelight.kernel.simulation import Simulation
@@ -103,10 +103,10 @@ def test_the_phases_of_loading_are_told_as_they_begin_and_timed(seed: int) -> No
     looks = iter(range(100))
 
     def load() -> StubDevice:
-        phases = phases_of_start(lambda: float(next(looks)))
+        phases = current_phases(lambda: float(next(looks)))
         with phases("read"), phases("pack"):
             pass
-        with phases_of_start(lambda: float(next(looks)))("read"):
+        with current_phases(lambda: float(next(looks)))("read"):
             pass
         return StubDevice(40, 16)
 

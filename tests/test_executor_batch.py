@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 from support import Recorder
 
-from cuelight.actors.executor.batch import Batch, Rows
+from cuelight.actors.executor.batch import Batch, DeviceRows
 from cuelight.messages.executor import ExecuteStep, Extension, Row, RowChunk
 from cuelight.messages.request import RequestId, Sampling
 
@@ -48,110 +48,110 @@ def flat(batch: Batch) -> list[tuple[int, int, int, int]]:
 
 
 def test_a_whole_prompt_is_laid_out_over_its_blocks_and_samples_once() -> None:
-    batch = Rows(4).prepare(step({1: 6}, rows=(row(1, [10, 11, 12, 13, 14, 15], [7, 3]),), epoch=5, number=9))
+    batch = DeviceRows(4).prepare(step({1: 6}, rows=(row(1, [10, 11, 12, 13, 14, 15], [7, 3]),), epoch=5, number=9))
     assert (batch.epoch, batch.step) == (5, 9)
     assert flat(batch) == [(10, 0, 7, 0), (11, 1, 7, 1), (12, 2, 7, 2), (13, 3, 7, 3), (14, 4, 3, 0), (15, 5, 3, 1)]
     assert batch.fed == []
-    (sequence,) = batch.sequences
-    assert (sequence.start, sequence.stop, sequence.context_length) == (0, 6, 6)
-    assert sequence.block_ids.tolist() == [7, 3]
-    (drawn,) = batch.draws
+    (chunk,) = batch.chunks
+    assert (chunk.start, chunk.stop, chunk.context_length) == (0, 6, 6)
+    assert chunk.block_ids.tolist() == [7, 3]
+    (drawn,) = batch.sampling_rows
     assert (drawn.request_id, drawn.slot, drawn.index, drawn.position, drawn.output_index) == (1, 0, 5, 6, 0)
 
 
 def test_rule_partial_chunk_a_partial_chunk_draws_nothing_and_the_next_goes_on() -> None:
-    rows = Rows(4)
+    rows = DeviceRows(4)
     first = rows.prepare(step({1: 3}, rows=(row(1, [10, 11, 12, 13, 14], [7, 3]),)))
-    assert first.draws == []
-    assert first.sequences[0].block_ids.tolist() == [7], "only the blocks that hold its context"
+    assert first.sampling_rows == []
+    assert first.chunks[0].block_ids.tolist() == [7], "only the blocks that hold its context"
     second = rows.prepare(step({1: 1}))
-    assert second.draws == []
+    assert second.sampling_rows == []
     assert second.fed == [], "a chunk of one known token is not a decode"
     third = rows.prepare(step({1: 1}))
     assert flat(third) == [(14, 4, 3, 0)]
-    assert third.sequences[0].context_length == 5
-    assert [drawn.position for drawn in third.draws] == [5]
+    assert third.chunks[0].context_length == 5
+    assert [drawn.position for drawn in third.sampling_rows] == [5]
 
 
 def test_a_decode_takes_its_token_from_the_device() -> None:
-    rows = Rows(4)
+    rows = DeviceRows(4)
     rows.prepare(step({1: 2}, rows=(row(1, [10, 11], [7]),)))
     for index in range(1, 3):
         batch = rows.prepare(step({1: 1}))
         assert (batch.fed, batch.fed_slots) == ([0], [0])
         assert flat(batch)[0][1:] == (1 + index, 7, 1 + index)
-        assert (batch.draws[0].position, batch.draws[0].output_index) == (2 + index, index)
+        assert (batch.sampling_rows[0].position, batch.sampling_rows[0].output_index) == (2 + index, index)
 
 
 def test_decodes_and_prefills_share_a_batch_in_the_order_given() -> None:
-    rows = Rows(2)
+    rows = DeviceRows(2)
     rows.prepare(step({1: 2, 2: 1}, rows=(row(1, [10, 11], [1]), row(2, [20], [2]))))
     grown = {1: [3], 2: []}
     batch = rows.prepare(step({2: 1, 1: 1, 3: 3}, rows=(row(3, [30, 31, 32, 33], [4, 5]),), extensions=grown))
     assert (batch.fed, batch.fed_slots) == ([0, 1], [1, 0])
-    assert [(s.start, s.stop, s.context_length) for s in batch.sequences] == [(0, 1, 2), (1, 2, 3), (2, 5, 3)]
-    assert [(drawn.request_id, drawn.index) for drawn in batch.draws] == [(2, 0), (1, 1)]
+    assert [(s.start, s.stop, s.context_length) for s in batch.chunks] == [(0, 1, 2), (1, 2, 3), (2, 5, 3)]
+    assert [(drawn.request_id, drawn.index) for drawn in batch.sampling_rows] == [(2, 0), (1, 1)]
     assert flat(batch)[2:] == [(30, 0, 4, 0), (31, 1, 4, 1), (32, 2, 5, 0)]
     assert flat(batch)[1][1:] == (2, 3, 0), "into the block that came with this very step"
 
 
 def test_a_row_with_cached_tokens_starts_behind_them() -> None:
-    batch = Rows(2).prepare(step({1: 1}, rows=(row(1, [10, 11, 12, 13, 14], [8, 9, 4], computed=4),)))
+    batch = DeviceRows(2).prepare(step({1: 1}, rows=(row(1, [10, 11, 12, 13, 14], [8, 9, 4], computed=4),)))
     assert flat(batch) == [(14, 4, 4, 0)]
     assert batch.fed == []
-    assert batch.sequences[0].block_ids.tolist() == [8, 9, 4]
-    assert len(batch.draws) == 1
+    assert batch.chunks[0].block_ids.tolist() == [8, 9, 4]
+    assert len(batch.sampling_rows) == 1
 
 
 def test_a_preempted_row_comes_back_with_its_output_as_known_tokens() -> None:
     """What it sampled before counts as output, so that `min_tokens` and the seed's positions go on."""
-    batch = Rows(4).prepare(step({1: 5}, rows=(row(1, [10, 11, 90, 91, 92], [1, 2], prompt=2),)))
+    batch = DeviceRows(4).prepare(step({1: 5}, rows=(row(1, [10, 11, 90, 91, 92], [1, 2], prompt=2),)))
     assert batch.token_ids.tolist() == [10, 11, 90, 91, 92]
     assert batch.fed == []
-    assert (batch.draws[0].position, batch.draws[0].output_index) == (5, 3)
+    assert (batch.sampling_rows[0].position, batch.sampling_rows[0].output_index) == (5, 3)
 
 
 def test_slots_are_taken_over_lowest_first_also_within_the_step_that_frees_them() -> None:
-    rows = Rows(4)
+    rows = DeviceRows(4)
     rows.prepare(step({1: 1, 2: 1, 3: 1}, rows=tuple(row(i, [i], [i]) for i in (1, 2, 3))))
     assert rows.slot_count == 3
     batch = rows.prepare(step({3: 1, 4: 1, 5: 1, 6: 1}, ended=(2, 1), rows=tuple(row(i, [i], [i]) for i in (4, 5, 6))))
-    assert [drawn.slot for drawn in batch.draws] == [2, 0, 1, 3]
+    assert [drawn.slot for drawn in batch.sampling_rows] == [2, 0, 1, 3]
     assert batch.fed_slots == [2]
     assert rows.slot_count == 4
 
 
 def test_a_request_may_end_and_come_back_in_one_step() -> None:
-    rows = Rows(4)
+    rows = DeviceRows(4)
     rows.prepare(step({1: 2}, rows=(row(1, [10, 11], [1]),)))
     batch = rows.prepare(step({1: 3}, ended=(1,), rows=(row(1, [10, 11, 12], [5], prompt=2),)))
     assert flat(batch) == [(10, 0, 5, 0), (11, 1, 5, 1), (12, 2, 5, 2)]
 
 
 def test_a_new_epoch_starts_with_no_rows_and_all_slots() -> None:
-    rows = Rows(4)
+    rows = DeviceRows(4)
     rows.prepare(step({1: 1, 2: 1}, rows=(row(1, [1], [1]), row(2, [2], [2]))))
     batch = rows.prepare(step({1: 2}, rows=(row(1, [1, 7], [3], prompt=1),), epoch=1))
     assert batch.token_ids.tolist() == [1, 7]
-    assert batch.draws[0].slot == 0
+    assert batch.sampling_rows[0].slot == 0
     assert rows.slot_count == 1
     with pytest.raises(KeyError):
         rows.prepare(step({2: 1}, epoch=1))
 
 
 def test_an_empty_step_is_an_empty_batch() -> None:
-    rows = Rows(4)
+    rows = DeviceRows(4)
     rows.prepare(step({1: 1}, rows=(row(1, [1], [1]),)))
     batch = rows.prepare(step({}, ended=(1,)))
-    assert (len(batch.token_ids), batch.sequences, batch.draws) == (0, [], [])
+    assert (len(batch.token_ids), batch.chunks, batch.sampling_rows) == (0, [], [])
 
 
 def test_an_earlier_batch_keeps_its_block_table_when_the_row_grows() -> None:
     """The device may still run it while the next is prepared."""
-    rows = Rows(1)
+    rows = DeviceRows(1)
     first = rows.prepare(step({1: 2}, rows=(row(1, [10, 11], [7, 8]),)))
     rows.prepare(step({1: 1}, extensions={1: [9, 4]}))
-    assert first.sequences[0].block_ids.tolist() == [7, 8]
+    assert first.chunks[0].block_ids.tolist() == [7, 8]
 
 
 @pytest.mark.parametrize(
@@ -159,14 +159,14 @@ def test_an_earlier_batch_keeps_its_block_table_when_the_row_grows() -> None:
 )
 def test_a_step_that_asks_for_the_impossible_is_our_bug(chunk: dict[int, int], what: str) -> None:
     with pytest.raises(AssertionError, match=what):
-        Rows(1).prepare(step(chunk, rows=(row(1, [10, 11], [7]),)))
+        DeviceRows(1).prepare(step(chunk, rows=(row(1, [10, 11], [7]),)))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_in_any_schedule_each_token_is_computed_once_where_its_row_says(seed: int) -> None:
     chance = random.Random(seed)
     block_size = chance.choice([1, 3, 16])
-    rows = Rows(block_size)
+    rows = DeviceRows(block_size)
     free = list(range(1, 400))
     chance.shuffle(free)
     blocks: dict[int, list[int]] = {}
@@ -194,18 +194,18 @@ def test_in_any_schedule_each_token_is_computed_once_where_its_row_says(seed: in
             step(chunks, rows=tuple(entering), ended=tuple(ended), extensions=extensions, number=number)
         )
         laid_out = flat(batch)
-        drawn = {int(draw.request_id): draw for draw in batch.draws}
-        for (request_id, count), sequence in zip(chunks.items(), batch.sequences, strict=True):
+        drawn = {int(sampling_row.request_id): sampling_row for sampling_row in batch.sampling_rows}
+        for (request_id, count), chunk in zip(chunks.items(), batch.chunks, strict=True):
             begin, prompt = computed[request_id], prompts[request_id]
-            for index, position in enumerate(range(begin, begin + count), start=sequence.start):
+            for index, position in enumerate(range(begin, begin + count), start=chunk.start):
                 place = (position, blocks[request_id][position // block_size], position % block_size)
                 assert laid_out[index][1:] == place
                 if position < len(prompt):
                     assert laid_out[index][0] == prompt[position]
                 assert (index in batch.fed) == (position >= len(prompt))
             computed[request_id] = begin + count
-            assert sequence.context_length == begin + count
+            assert chunk.context_length == begin + count
             assert (request_id in drawn) == (begin + count >= len(prompt))
-        slots = [draw.slot for draw in batch.draws]
+        slots = [sampling_row.slot for sampling_row in batch.sampling_rows]
         assert len(set(slots)) == len(slots), "a slot belongs to one row"
         assert [drawn_slot for drawn_slot in batch.fed_slots if drawn_slot not in slots] == []

@@ -29,11 +29,11 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from cuelight.actors.executor.batch import Batch
-from cuelight.actors.executor.batch import Sequence as BatchSequence
+from cuelight.actors.executor.batch import BatchChunk as BatchSequence
 from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.model import loading
 from cuelight.actors.executor.model.attention import PagedAttention
-from cuelight.actors.executor.model.backends import Needs
+from cuelight.actors.executor.model.backends import AttentionSpec
 from cuelight.actors.executor.model.loading import load
 from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.options import CannotLoad
@@ -85,32 +85,32 @@ class Paged:
     def check(self, rows: Sequence[tuple[int, int]]) -> None:
         """Each row: (tokens in all, of which so many are computed now)."""
         size = self.pool.block_size
-        sequences, blocks, offsets, start = [], [], [], 0
+        chunks, blocks, offsets, start = [], [], [], 0
         for context, count in rows:
             table = np.array([self.free.pop() for _ in range(-(-context // size))])
             positions = np.arange(context - count, context)
-            sequences.append(BatchSequence(start, start + count, context, table))
+            chunks.append(BatchSequence(start, start + count, context, table))
             blocks.append(table[positions // size])
             offsets.append(positions % size)
             start += count
         zeros = np.zeros(start, np.int64)
-        batch = Batch(0, 0, zeros, zeros, np.concatenate(blocks), np.concatenate(offsets), sequences=sequences)
+        batch = Batch(0, 0, zeros, zeros, np.concatenate(blocks), np.concatenate(offsets), chunks=chunks)
         attention = PagedAttention(self.pool, batch, self.groups, torch.float32, CPU)
         q = self.random(start, self.kv_heads * self.groups, HEAD_DIM)
         for layer in range(2):
             keys = [self.random(context, self.kv_heads, HEAD_DIM) for context, _ in rows]
             values = [self.random(context, self.kv_heads, HEAD_DIM) for context, _ in rows]
-            for sequence, k, v in zip(sequences, keys, values, strict=True):
-                before = np.arange(len(k) - sequence.stop + sequence.start)
-                where = torch.from_numpy(sequence.block_ids[before // size]), torch.from_numpy(before % size)
+            for chunk, k, v in zip(chunks, keys, values, strict=True):
+                before = np.arange(len(k) - chunk.stop + chunk.start)
+                where = torch.from_numpy(chunk.block_ids[before // size]), torch.from_numpy(before % size)
                 self.pool.write(layer, *where, k[: len(before)], v[: len(before)])
             new_k, new_v = (
                 torch.cat([t[len(t) - count :] for t, (_, count) in zip(all_, rows, strict=True)])
                 for all_ in (keys, values)
             )
             out = attention.attend(layer, q, new_k, new_v, 0.3)
-            for sequence, k, v in zip(sequences, keys, values, strict=True):
-                mine = slice(sequence.start, sequence.stop)
+            for chunk, k, v in zip(chunks, keys, values, strict=True):
+                mine = slice(chunk.start, chunk.stop)
                 torch.testing.assert_close(out[mine], dense(q[mine], k, v, 0.3), rtol=1e-5, atol=1e-5)
 
 
@@ -301,8 +301,8 @@ def test_what_would_be_computed_wrongly_is_refused(family: str, tmp_path: Path) 
 def test_rows_that_would_depend_on_each_other_are_refused(why: str, tmp_path: Path) -> None:
     save(FAMILIES["llama"](), tmp_path)
     loaded = load(options(tmp_path))
-    needs = Needs.of(loaded.model.config, CPU, torch.float32, 4)
-    loading._try(loaded, needs)
+    spec = AttentionSpec.of(loaded.model.config, CPU, torch.float32, 4)
+    loading._try(loaded, spec)
     if "elsewhere" in why:
         embedding = loaded.model.get_input_embeddings()
         embedding.register_forward_hook(lambda _, __, output: output + output.roll(1, dims=1))
@@ -311,7 +311,7 @@ def test_rows_that_would_depend_on_each_other_are_refused(why: str, tmp_path: Pa
             lambda _, given, named: (given, {**named, "logits_to_keep": 0}), with_kwargs=True
         )
     with pytest.raises(CannotLoad, match=why):
-        loading._try(loaded, needs)
+        loading._try(loaded, spec)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -481,8 +481,8 @@ def test_rule_errors_stay_alone_logits_that_are_no_numbers_fail_their_row_alone(
 
     def spoilt(runner: ModelRunner, batch: ModelBatch) -> torch.Tensor:
         logits = sound(runner, batch)
-        for row, draw in enumerate(batch.draws):
-            if draw.request_id == 3 and draw.output_index == 4:
+        for row, sampling_row in enumerate(batch.sampling_rows):
+            if sampling_row.request_id == 3 and sampling_row.output_index == 4:
                 logits[row, 7] = torch.nan
         return logits
 

@@ -17,11 +17,18 @@ from checked_streams import Checked, watch_staging
 from plain_kernels import PlainKernels
 from tiny_models import GROUPED, Driver, Pipeline, greedy_alone, options, random_prompts, save
 
-from cuelight.actors.executor.batch import Batch, Draw
-from cuelight.actors.executor.batch import Sequence as Row
+from cuelight.actors.executor.batch import Batch, SamplingRow
+from cuelight.actors.executor.batch import BatchChunk as Row
 from cuelight.actors.executor.model import graphs as graphs_module
 from cuelight.actors.executor.model import loading
-from cuelight.actors.executor.model.attention_triton import GraphKey, Planner, Scores, Step, Tiling, Triton
+from cuelight.actors.executor.model.attention_triton import (
+    GraphKey,
+    ScoreOptions,
+    Tiling,
+    TritonBackend,
+    TritonPlanner,
+    TritonStep,
+)
 from cuelight.actors.executor.model.graphs import SIZES, Capture, CudaGraphs, DecodeGraphs, Graph, sizes_up_to
 from cuelight.actors.executor.model.loading import LoadedModel, load
 from cuelight.actors.executor.native.build import NoNativeCode
@@ -58,14 +65,20 @@ class LaunchedKernels(PlainKernels):
             super().write(k, v, keys, values, slots)
 
     def attend(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, step: Step, scores: Scores
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        step: TritonStep,
+        scores: ScoreOptions,
     ) -> None:
         # Of the tables a launch knows where they begin, not how long they are.
         reads = [q, keys, values, step.items, step.tables[:1]]
         with self._launched("attend", reads, [out, step.partials, step.sums], step.key, scores):
             super().attend(q, keys, values, out, step, scores)
 
-    def merge(self, out: torch.Tensor, step: Step) -> None:
+    def merge(self, out: torch.Tensor, step: TritonStep) -> None:
         with self._launched("merge", [step.merges, step.partials, step.sums], [out], step.key):
             super().merge(out, step)
 
@@ -79,8 +92,8 @@ def load_planned(folder: Path, span: int | None = None, **others: object) -> Loa
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(loading, "load_native", nothing)
         loaded = load(options(folder, **others))
-    planner = Planner(3, loaded.pool.kv_heads, loaded.pool.block_size, Tiling(16, 16, 4), span)
-    return replace(loaded, backend=Triton(LaunchedKernels(), planner, loaded.device))
+    planner = TritonPlanner(3, loaded.pool.kv_heads, loaded.pool.block_size, Tiling(16, 16, 4), span)
+    return replace(loaded, backend=TritonBackend(LaunchedKernels(), planner, loaded.device))
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +121,9 @@ def decodes(*lengths: int, sampling: int | None = None) -> Batch:
     last = np.array(lengths, np.int64) - 1
     blocks = np.array([table[-1] for table in tables], np.int64)
     rows = [Row(row, row + 1, length, tables[row]) for row, length in enumerate(lengths)]
-    batch = Batch(0, 0, np.zeros(count, np.int64), last, blocks, last % 4, sequences=rows)
+    batch = Batch(0, 0, np.zeros(count, np.int64), last, blocks, last % 4, chunks=rows)
     for row in range(count if sampling is None else sampling):
-        batch.draws.append(Draw(RequestId(row), row, row, lengths[row], 0, Sampling()))
+        batch.sampling_rows.append(SamplingRow(RequestId(row), row, row, lengths[row], 0, Sampling()))
     return batch
 
 
@@ -119,8 +132,8 @@ def test_steps_are_padded_to_the_next_size_and_only_if_every_row_decodes(tiny: T
     assert [made.size(decodes(*[5] * count)) for count in range(1, 9)] == [1, 2, 4, 4, 6, 6, None, None]
     assert made.size(Batch(0, 0, *np.zeros((4, 0), np.int64))) is None
     assert made.size(decodes(5, 5, sampling=1)) is None, "a partial chunk of one token samples nothing"
-    chunk = Batch(0, 0, *np.zeros((4, 2), np.int64), sequences=[Row(0, 2, 2, np.array([1]))])
-    chunk.draws.append(Draw(RequestId(0), 0, 1, 2, 0, Sampling()))
+    chunk = Batch(0, 0, *np.zeros((4, 2), np.int64), chunks=[Row(0, 2, 2, np.array([1]))])
+    chunk.sampling_rows.append(SamplingRow(RequestId(0), 0, 1, 2, 0, Sampling()))
     assert made.size(chunk) is None
 
 
@@ -242,8 +255,8 @@ def test_longer_tables_than_there_was_room_for_are_captured_anew(tiny: Tiny) -> 
     shared = decodes(9, 9, 9, 9)
     run(made, shared, 4)
     assert made.count == 1
-    long = [replace(row, context_length=49, block_ids=np.tile([1, 2], 7)[:13]) for row in shared.sequences]
-    shared.sequences[:] = long
+    long = [replace(row, context_length=49, block_ids=np.tile([1, 2], 7)[:13]) for row in shared.chunks]
+    shared.chunks[:] = long
     run(made, shared, 4)
     assert (made.count, len(recording.captured)) == (1, 2)
     assert recording.captured[0]["numbers"] != recording.captured[1]["numbers"]

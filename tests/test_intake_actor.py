@@ -12,7 +12,7 @@ import pytest
 from support import Recorder, VirtualClock
 
 from cuelight.actors.intake.actor import INLINE_CHARS_MAX, Intake, IntakeInbox
-from cuelight.actors.intake.limits import Limits
+from cuelight.actors.intake.limits import AdmissionLimits
 from cuelight.actors.intake.refusal import Refused
 from cuelight.kernel import Context
 from cuelight.messages.client import Accepted, Rejected
@@ -44,7 +44,7 @@ from cuelight.messages.request import (
 )
 from cuelight.messages.scheduler import Abort, Admit, FailRequest, IntakeStarted, RestoreState, SetPolicy
 
-LIMITS = Limits(vocab_size=128, context_length=1000, queue_limit=3)
+LIMITS = AdmissionLimits(vocab_size=128, context_length=1000, queue_limit=3)
 LONG = "x" * (INLINE_CHARS_MAX + 1)
 
 
@@ -109,7 +109,7 @@ class Surroundings:
 class Stage:
     """An intake with its neighbours, serving unless told otherwise."""
 
-    def __init__(self, *, token_capacity: int = 500, limits: Limits = LIMITS, seed: int = 1) -> None:
+    def __init__(self, *, token_capacity: int = 500, limits: AdmissionLimits = LIMITS, seed: int = 1) -> None:
         self.surroundings = Surroundings(seed)
         self.encoder = Encoder()
         self.scheduler, self.detokenizer, self.observer = Recorder[object](), Recorder[object](), Recorder[object]()

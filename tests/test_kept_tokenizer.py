@@ -15,9 +15,9 @@ from tokenizers import AddedToken, Tokenizer, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cuelight import kept_tokenizer
-from cuelight.actors.detokenizer.vocabulary import load_decoder, load_kept_decoder
+from cuelight.actors.detokenizer.vocabulary import load_cached_decoder, load_decoder
 from cuelight.actors.intake import keeping
-from cuelight.actors.intake.keeping import NotKept, keep
+from cuelight.actors.intake.keeping import NotCacheable, cache_tokenizer
 from cuelight.actors.intake.refusal import Refused
 from cuelight.actors.intake.tokenizer import REFUSAL_FILE, TOKENIZER_FILE, PromptEncoder
 from cuelight.messages.request import Conversation, Turn
@@ -56,11 +56,11 @@ def same(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> PromptEncoder:
     source, kept = tmp_path / "source", tmp_path / "kept"
     tokenizer.save_pretrained(source)
     kept.mkdir()
-    keep(source, kept)
-    original, encoder = PromptEncoder.load(source), PromptEncoder.load_kept(kept)
+    cache_tokenizer(source, kept)
+    original, encoder = PromptEncoder.load(source), PromptEncoder.load_cached(kept)
     for prompt in [*TEXTS, *CHATS]:
         assert outcome(encoder, prompt) == outcome(original, prompt)
-    decode, decode_kept = load_decoder(source), load_kept_decoder(kept / TOKENIZER_FILE)
+    decode, decode_kept = load_decoder(source), load_cached_decoder(kept / TOKENIZER_FILE)
     assert decode_kept.byte_tokens == decode.byte_tokens
     for text in TEXTS:
         token_ids = [*encoder.encode(text, PLENTY), 10_000]
@@ -119,8 +119,8 @@ def test_several_templates_need_a_default(tmp_path: Path) -> None:
     same(tokenizer, tmp_path)
     tokenizer.chat_template = {"one": "x", "other": "x"}
     tokenizer.save_pretrained(tmp_path / "none")
-    with pytest.raises(NotKept, match="no default"):
-        keep(tmp_path / "none", tmp_path / "kept")
+    with pytest.raises(NotCacheable, match="no default"):
+        cache_tokenizer(tmp_path / "none", tmp_path / "kept")
 
 
 class Odd(PreTrainedTokenizerFast):
@@ -134,15 +134,15 @@ def test_what_cannot_be_kept_says_why(tmp_path: Path, monkeypatch: pytest.Monkey
     source = tmp_path / "source"
     reference().save_pretrained(source)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: Odd(tokenizer_object=byte_level()))
-    with pytest.raises(NotKept, match="Odd has a way of its own"):
-        keep(source, tmp_path)
+    with pytest.raises(NotCacheable, match="Odd has a way of its own"):
+        cache_tokenizer(source, tmp_path)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: object())
     assert keeping.main([str(source), str(tmp_path)]) == 0
     assert "written in Python" in (tmp_path / REFUSAL_FILE).read_text()
     monkeypatch.undo()
-    monkeypatch.setattr(PromptEncoder, "load_kept", lambda _: PromptEncoder.of(reference("other")))
-    with pytest.raises(NotKept, match="in another way"):
-        keep(source, tmp_path)
+    monkeypatch.setattr(PromptEncoder, "load_cached", lambda _: PromptEncoder.of(reference("other")))
+    with pytest.raises(NotCacheable, match="in another way"):
+        cache_tokenizer(source, tmp_path)
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_a_tokenizer_is_made_once_and_then_kept(folder: Path, monkeypatch: pytes
 
     def keep_here(source: Path, into: Path) -> None:
         made.append(source)
-        keep(source, into)
+        cache_tokenizer(source, into)
 
     monkeypatch.setattr(kept_tokenizer, "_keep", keep_here)
     monkeypatch.setattr(PromptEncoder, "load", lambda _: pytest.fail("loaded through transformers"))
@@ -237,9 +237,9 @@ def test_a_process_loads_no_torch_for_its_tokenizer(folder: Path) -> None:
 
 @pytest.mark.model
 def test_the_default_models_tokenizer_is_kept(model_folder: Path, tmp_path: Path) -> None:
-    keep(model_folder, tmp_path)
-    tokenizer, encoder = AutoTokenizer.from_pretrained(model_folder), PromptEncoder.load_kept(tmp_path)
-    decode = load_kept_decoder(tmp_path / TOKENIZER_FILE)
+    cache_tokenizer(model_folder, tmp_path)
+    tokenizer, encoder = AutoTokenizer.from_pretrained(model_folder), PromptEncoder.load_cached(tmp_path)
+    decode = load_cached_decoder(tmp_path / TOKENIZER_FILE)
     for text in [*TEXTS, "<|im_start|>user\nhi<|im_end|>", "def f(x):\n    return x ** 2\n"]:
         token_ids = tokenizer(text).input_ids
         assert encoder.encode(text, PLENTY) == tuple(token_ids)

@@ -23,7 +23,7 @@ import transformers
 
 from cuelight import Engine, Result
 from cuelight.actors.executor import loading
-from cuelight.actors.executor.lasting import Claim, LastingBytes, LastingMemory
+from cuelight.actors.executor.lasting import HostMemoryClaim, HostMemoryFile, HostMemoryMapping
 from cuelight.actors.executor.model.host import HostPool
 from cuelight.actors.executor.model.loading import load as load_any
 from cuelight.actors.executor.model.pool import KVPool
@@ -39,8 +39,8 @@ NET_SECONDS = 60.0
 
 
 @pytest.fixture
-def memory() -> Iterator[LastingMemory]:
-    memory = LastingMemory(7)
+def memory() -> Iterator[HostMemoryFile]:
+    memory = HostMemoryFile(7)
     yield memory
     memory.close()
 
@@ -55,7 +55,7 @@ def tier() -> HostTier:
     return HostTier(3, 0.25, 0.5)
 
 
-def begun(claim: Claim, contents: str = "these", size: int = 100) -> LastingBytes:
+def begun(claim: HostMemoryClaim, contents: str = "these", size: int = 100) -> HostMemoryMapping:
     """Opened and, where it is new, made ready."""
     opened = claim.open(size, contents)
     assert opened is not None
@@ -63,7 +63,7 @@ def begun(claim: Claim, contents: str = "these", size: int = 100) -> LastingByte
     return opened
 
 
-def test_the_next_one_finds_what_was_left_and_measures_nothing(memory: LastingMemory) -> None:
+def test_the_next_one_finds_what_was_left_and_measures_nothing(memory: HostMemoryFile) -> None:
     first = memory.claim().open(100, "these")
     assert first is not None
     measured = first.tier(3, tier)
@@ -77,13 +77,13 @@ def test_the_next_one_finds_what_was_left_and_measures_nothing(memory: LastingMe
     assert second.tier(3, lambda: pytest.fail("it would be spoilt")) == measured
 
 
-def test_other_contents_are_others(memory: LastingMemory) -> None:
+def test_other_contents_are_others(memory: HostMemoryFile) -> None:
     numbers = [begun(memory.claim(), contents).number for contents in ("these", "those", "these")]
     assert len(set(numbers)) == 3
-    assert LastingMemory(8).claim().open(1, "these").number not in numbers
+    assert HostMemoryFile(8).claim().open(1, "these").number not in numbers
 
 
-def test_what_was_not_begun_in_full_is_begun_again(memory: LastingMemory) -> None:
+def test_what_was_not_begun_in_full_is_begun_again(memory: HostMemoryFile) -> None:
     """The first life ends while it measures."""
     first = memory.claim().open(100, "these")
     second = memory.claim().open(100, "these")
@@ -92,7 +92,7 @@ def test_what_was_not_begun_in_full_is_begun_again(memory: LastingMemory) -> Non
     assert second.number > first.number
 
 
-def test_whoever_was_before_can_use_it_no_longer(memory: LastingMemory) -> None:
+def test_whoever_was_before_can_use_it_no_longer(memory: HostMemoryFile) -> None:
     """Its thread may go on for a while, even with loading."""
     early, late = memory.claim(), memory.claim()
     opened = begun(late)
@@ -106,7 +106,7 @@ def test_whoever_was_before_can_use_it_no_longer(memory: LastingMemory) -> None:
         pass
 
 
-def test_it_grows_and_keeps_its_room(memory: LastingMemory) -> None:
+def test_it_grows_and_keeps_its_room(memory: HostMemoryFile) -> None:
     begun(memory.claim(), "small", 10)
     large = begun(memory.claim(), "large", 100_000)
     large.data[-1] = 1
@@ -124,7 +124,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_process_that_is_killed_leaves_it_behind(memory: LastingMemory) -> None:
+def test_a_process_that_is_killed_leaves_it_behind(memory: HostMemoryFile) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, env=environment)
     child.communicate(pickle.dumps(memory), timeout=NET_SECONDS)
@@ -134,9 +134,9 @@ def test_a_process_that_is_killed_leaves_it_behind(memory: LastingMemory) -> Non
     assert bytes(left.data[:6]) == b"%06d" % child.pid
 
 
-def test_what_is_not_to_be_had_is_no_error(memory: LastingMemory, tmp_path: Path) -> None:
+def test_what_is_not_to_be_had_is_no_error(memory: HostMemoryFile, tmp_path: Path) -> None:
     assert memory.claim().open(1 << 70, "these") is None
-    elsewhere: LastingMemory = pickle.loads(pickle.dumps(memory))
+    elsewhere: HostMemoryFile = pickle.loads(pickle.dumps(memory))
     elsewhere.close()
     assert begun(memory.claim()).data is not None, "only its owner gives it back"
     descriptor = int(memory._path.rpartition("/")[2])
@@ -154,7 +154,7 @@ def test_what_is_not_to_be_had_is_no_error(memory: LastingMemory, tmp_path: Path
 
 def test_it_ends_with_its_owner_and_its_users() -> None:
     before = files()
-    memory = LastingMemory(1)
+    memory = HostMemoryFile(1)
     opened = begun(memory.claim())
     del memory, opened
     assert files() == before
@@ -187,9 +187,9 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-def load(folder: Path, memory: LastingMemory, **others: object) -> NativeRunner:
+def load(folder: Path, memory: HostMemoryFile, **others: object) -> NativeRunner:
     asked = {"block_size": 16, "block_count": 9, "host_block_count": 5, "now": executors.Ticks(), **others}
-    runner = loading.load_device(replace(tiny_models.options(folder, **asked), lasting=memory.claim()))
+    runner = loading.load_device(replace(tiny_models.options(folder, **asked), host_memory=memory.claim()))
     assert isinstance(runner, NativeRunner)
     return runner
 
@@ -199,14 +199,14 @@ def copied(runner: NativeRunner, copying: CopyKind, sources: tuple[int, ...], ta
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_that_one_executor_saves_the_next_one_loads(folder: Path, memory: LastingMemory, kind: str) -> None:
+def test_blocks_that_one_executor_saves_the_next_one_loads(folder: Path, memory: HostMemoryFile, kind: str) -> None:
     first = load(folder, memory, **KINDS[kind])
-    before, chance = first._pools._device, np.random.default_rng(1)
+    before, chance = first._pool._device, np.random.default_rng(1)
     before.numbers[:] = chance.integers(-100, 100, before.numbers.shape)
     before.scales[:] = chance.random(before.scales.shape)
     copied(first, CopyKind.SAVE, (3, 8, 5), (4, 0, 2))
     second = load(folder, memory, **KINDS[kind])
-    after = second._pools._device
+    after = second._pool._device
     assert second.host == first.host != HostTier()
     assert not after.numbers.any()
     copied(second, CopyKind.LOAD, (0, 2, 4), (6, 7, 1))
@@ -228,7 +228,7 @@ def pool(seed: int) -> KVPool:
     return pool
 
 
-def test_tensors_too_last(memory: LastingMemory) -> None:
+def test_tensors_too_last(memory: HostMemoryFile) -> None:
     size = 5 * 2 * 3 * 4 * 2 * 5 * 2
     before, after = pool(1), pool(2)
     first = HostPool(before, 5, begun(memory.claim(), size=size))
@@ -247,12 +247,12 @@ def test_tensors_too_last(memory: LastingMemory) -> None:
     "others", [{"block_size": 8}, {"host_block_count": 6}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str
 )
 def test_what_is_stored_in_another_way_is_begun_anew(
-    folder: Path, memory: LastingMemory, others: dict[str, object]
+    folder: Path, memory: HostMemoryFile, others: dict[str, object]
 ) -> None:
     assert load(folder, memory, **others).host.memory != load(folder, memory).host.memory
 
 
-def test_another_model_begins_anew(folder: Path, tmp_path: Path, memory: LastingMemory) -> None:
+def test_another_model_begins_anew(folder: Path, tmp_path: Path, memory: HostMemoryFile) -> None:
     """Another folder's, and one that was put where the first one was."""
     first = load(folder, memory).host.memory
     for file in folder.iterdir():
@@ -269,9 +269,9 @@ def test_without_it_host_memory_is_never_the_same(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_other_decoder_has_it_as_well(folder: Path, memory: LastingMemory) -> None:
+def test_the_other_decoder_has_it_as_well(folder: Path, memory: HostMemoryFile) -> None:
     options = tiny_models.options(folder, host_block_count=5)
-    first, second = (load_any(replace(options, lasting=memory.claim())) for _ in range(2))
+    first, second = (load_any(replace(options, host_memory=memory.claim())) for _ in range(2))
     assert first.host_tier == second.host_tier
     assert first.host_tier.memory != 0
     first.host.keys[1][4] = 7.0
@@ -297,7 +297,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("error", [0, 712])
-def test_it_is_pinned_where_the_driver_can(error: int, memory: LastingMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_pinned_where_the_driver_can(error: int, memory: HostMemoryFile, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(error)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     opened = begun(memory.claim(), size=64)

@@ -16,8 +16,8 @@ from cuelight.actors.executor.native.attention import (
     FLOAT32,
     INT8,
     AttentionKernels,
-    Layout,
-    Pool,
+    LayerPool,
+    StepLayout,
     layout,
     wants_vnni_pairs,
 )
@@ -120,7 +120,7 @@ class Paged:
         self.stored = [self.everything[:, 1, which] for which in range(2)]
         self.all_scales = np.full((blocks, 3, 2, *dims[1:3]), np.nan, np.float32)
         self.scales = [self.all_scales[:, 1, which] for which in range(2)]
-        self.pool = Pool(
+        self.pool = LayerPool(
             self.stored[0].ctypes.data,
             self.stored[1].ctypes.data,
             kind,
@@ -131,7 +131,7 @@ class Paged:
             block_stride=6 * shape.kv_heads * shape.block_size,
         )
 
-    def tokens(self, ranges: list[tuple[int, int]]) -> Layout:
+    def tokens(self, ranges: list[tuple[int, int]]) -> StepLayout:
         """The tokens `begin..end` of each sequence's text as a step."""
         size = self.shape.block_size
         positions = np.concatenate([np.arange(begin, end) for begin, end in ranges])

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from cuelight.actors.executor.native.linear import Kind, LinearKernels, Packed
+from cuelight.actors.executor.native.linear import LinearKernels, PackedMatrix, WeightFormat
 
 Array = npt.NDArray[Any]
 
@@ -32,8 +32,8 @@ def rounded(x: Array) -> Array:
     return torch.from_numpy(x).bfloat16().float().numpy()
 
 
-def packed(kernels: LinearKernels, weights: Array, gated: bool = False) -> Packed:
-    return kernels.pack(weights, Kind.BF16, gated)
+def packed(kernels: LinearKernels, weights: Array, gated: bool = False) -> PackedMatrix:
+    return kernels.pack(weights, WeightFormat.BF16, gated)
 
 
 def check(kernels: LinearKernels, rows: int, outputs: int, inputs: int) -> None:

@@ -19,8 +19,8 @@ from tiny_models import NATIVE, edit_config, save
 from cuelight.actors.executor.native.architecture import Architecture, read_architecture
 from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout, wants_vnni_pairs
 from cuelight.actors.executor.native.decoder import PARTS, NativeDecoder, NativeWeights
-from cuelight.actors.executor.native.linear import Kind, LinearKernels
-from cuelight.actors.executor.native.pool import Pools
+from cuelight.actors.executor.native.linear import LinearKernels, WeightFormat
+from cuelight.actors.executor.native.pool import NativeKVPool
 from cuelight.actors.executor.native.weights import Tensor, as_float32, read_weights
 
 Array = npt.NDArray[Any]
@@ -58,13 +58,15 @@ class Whole:
         tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
         return cls(read_architecture(folder), tensors)
 
-    def rounded(self, kernels: LinearKernels, kind: Kind) -> Whole:
+    def rounded(self, kernels: LinearKernels, kind: WeightFormat) -> Whole:
         """The same with the weights that are left of these once they are packed."""
         weights = dict(self.weights)
         for name, weight in weights.items():
             if weight.ndim == 2 and name != "model.embed_tokens.weight":
                 is_head = name == "lm_head.weight"
-                packed = kernels.pack(weight.astype(np.float32), Kind.INT8 if is_head and kind is Kind.INT4 else kind)
+                packed = kernels.pack(
+                    weight.astype(np.float32), WeightFormat.INT8 if is_head and kind is WeightFormat.INT4 else kind
+                )
                 weights[name] = kernels.linear(packed, np.eye(weight.shape[1], dtype=np.float32)).T.astype(np.float64)
         return Whole(self.architecture, weights)
 
@@ -112,13 +114,13 @@ class Steps:
     """Texts through a decoder in mixed steps, over scattered blocks full of old numbers; logits after each token."""
 
     def __init__(
-        self, native: ctypes.CDLL, folder: Path, kind: Kind, block_size: int = 4, stored: int = FLOAT32
+        self, native: ctypes.CDLL, folder: Path, kind: WeightFormat, block_size: int = 4, stored: int = FLOAT32
     ) -> None:
         self.architecture = read_architecture(folder)
         tensors: dict[str, Tensor] = dict(read_weights(folder))
         weights = NativeWeights.pack(native, self.architecture, tensors, kind)
         vnni_pairs = wants_vnni_pairs(native, stored, block_size, self.architecture.head_dim)
-        self.pools = Pools(self.architecture, 60, block_size, stored, vnni_pairs=vnni_pairs)
+        self.pools = NativeKVPool(self.architecture, 60, block_size, stored, vnni_pairs=vnni_pairs)
         self.pools._device.numbers[:] = {FLOAT32: 1000, BF16: 0x7FC0, INT8: 127}[stored]
         self.pools._device.scales[:] = np.nan
         self.decoder = NativeDecoder(native, weights, self.pools.structures(), 64)
@@ -171,7 +173,7 @@ def apart(got: Array, expected: Array) -> float:
 def test_logits_are_those_of_the_whole_model(family: str, form: ctypes.CDLL, folder_of: Callable[[str], Path]) -> None:
     whole = Whole.of(folder_of(family))
     texts = texts_of(whole.architecture.vocabulary)
-    for text, got in zip(texts, Steps(form, folder_of(family), Kind.F32).run(texts), strict=True):
+    for text, got in zip(texts, Steps(form, folder_of(family), WeightFormat.F32).run(texts), strict=True):
         np.testing.assert_allclose(got, whole.logits(text), rtol=0, atol=1e-4)
 
 
@@ -189,18 +191,18 @@ def test_the_whole_model_is_that_of_transformers(family: str, folder_of: Callabl
 @pytest.mark.parametrize(
     ("kind", "stored", "of_weights", "of_rows"),
     [
-        (Kind.F32, BF16, 1e-12, 0.015),
-        (Kind.F32, INT8, 1e-12, 0.02),
-        (Kind.BF16, BF16, 0.02, 0.015),
-        (Kind.INT8, FLOAT32, 0.06, 0.06),
-        (Kind.INT8, BF16, 0.06, 0.06),
-        (Kind.INT8, INT8, 0.06, 0.06),
-        (Kind.INT4, BF16, 0.6, 0.06),
+        (WeightFormat.F32, BF16, 1e-12, 0.015),
+        (WeightFormat.F32, INT8, 1e-12, 0.02),
+        (WeightFormat.BF16, BF16, 0.02, 0.015),
+        (WeightFormat.INT8, FLOAT32, 0.06, 0.06),
+        (WeightFormat.INT8, BF16, 0.06, 0.06),
+        (WeightFormat.INT8, INT8, 0.06, 0.06),
+        (WeightFormat.INT4, BF16, 0.6, 0.06),
     ],
 )
 def test_narrower_numbers_give_nearly_the_same_logits(
     family: str,
-    kind: Kind,
+    kind: WeightFormat,
     stored: int,
     of_weights: float,
     of_rows: float,
@@ -215,16 +217,17 @@ def test_narrower_numbers_give_nearly_the_same_logits(
 def test_rows_of_bfloat16_give_nearly_the_same_logits(
     family: str, avx512_bf16: ctypes.CDLL, folder_of: Callable[[str], Path]
 ) -> None:
-    check_narrower(avx512_bf16, folder_of(family), Kind.BF16, BF16, 0.02, 0.02)
+    check_narrower(avx512_bf16, folder_of(family), WeightFormat.BF16, BF16, 0.02, 0.02)
 
 
 @pytest.mark.parametrize(
-    ("kind", "stored", "of_weights", "of_rows"), [(Kind.BF16, BF16, 0.02, 0.02), (Kind.INT8, INT8, 0.06, 0.06)]
+    ("kind", "stored", "of_weights", "of_rows"),
+    [(WeightFormat.BF16, BF16, 0.02, 0.02), (WeightFormat.INT8, INT8, 0.06, 0.06)],
 )
 def test_a_paired_pool_gives_nearly_the_same_logits(
     native: ctypes.CDLL,
     folder_of: Callable[[str], Path],
-    kind: Kind,
+    kind: WeightFormat,
     stored: int,
     of_weights: float,
     of_rows: float,
@@ -237,7 +240,7 @@ def test_a_paired_pool_gives_nearly_the_same_logits(
 def check_narrower(
     native: ctypes.CDLL,
     folder: Path,
-    kind: Kind,
+    kind: WeightFormat,
     stored: int,
     of_weights: float,
     of_rows: float,
@@ -261,7 +264,7 @@ def test_weights_may_be_stored_in_half_the_bits(dtype: torch.dtype, native: ctyp
     assert {each.dtype for each in read_weights(tmp_path).values()} == {np.dtype(stored)}
     whole = Whole.of(tmp_path)
     texts = texts_of(whole.architecture.vocabulary)
-    for text, got in zip(texts, Steps(native, tmp_path, Kind.F32).run(texts), strict=True):
+    for text, got in zip(texts, Steps(native, tmp_path, WeightFormat.F32).run(texts), strict=True):
         np.testing.assert_allclose(got, whole.logits(text), rtol=0, atol=1e-4)
 
 
@@ -273,12 +276,12 @@ def test_an_own_head_is_used_where_the_configuration_says_tied(native: ctypes.CD
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([text]), use_cache=False).logits[0].numpy()
-    (got,) = Steps(native, tmp_path, Kind.F32).run([text])
+    (got,) = Steps(native, tmp_path, WeightFormat.F32).run([text])
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
 
 
 def test_what_does_not_exist_is_an_error_and_no_crash(native: ctypes.CDLL, folder_of: Callable[[str], Path]) -> None:
-    steps = Steps(native, folder_of("llama"), Kind.F32)
+    steps = Steps(native, folder_of("llama"), WeightFormat.F32)
 
     def decode(
         token: int = 5, position: int = 0, block: int = 1, offset: int = 0, entry: int = 1, drawn: int = 0
@@ -313,17 +316,17 @@ def test_what_does_not_exist_is_an_error_and_no_crash(native: ctypes.CDLL, folde
 
 def test_tables_and_scratch_are_no_larger_than_the_pool(native: ctypes.CDLL, folder_of: Callable[[str], Path]) -> None:
     architecture = replace(read_architecture(folder_of("llama")), positions=1 << 30)
-    weights = NativeWeights.pack(native, architecture, read_weights(folder_of("llama")), Kind.INT8)
-    assert NativeDecoder(native, weights, Pools(architecture, 9, 4, BF16).structures(), 1 << 62).positions == 36
+    weights = NativeWeights.pack(native, architecture, read_weights(folder_of("llama")), WeightFormat.INT8)
+    assert NativeDecoder(native, weights, NativeKVPool(architecture, 9, 4, BF16).structures(), 1 << 62).positions == 36
 
 
 def test_the_parts_of_a_step_are_timed_where_that_is_asked_for(
     native: ctypes.CDLL, folder_of: Callable[[str], Path]
 ) -> None:
-    steps = Steps(native, folder_of("qwen3"), Kind.INT4)
+    steps = Steps(native, folder_of("qwen3"), WeightFormat.INT4)
     assert steps.decoder.seconds is None
     architecture = steps.architecture
-    weights = NativeWeights.pack(native, architecture, read_weights(folder_of("qwen3")), Kind.INT4)
+    weights = NativeWeights.pack(native, architecture, read_weights(folder_of("qwen3")), WeightFormat.INT4)
     steps.decoder = NativeDecoder(native, weights, steps.pools.structures(), 64, timed=True)
     steps.run(texts_of(100))
     assert steps.decoder.seconds is not None

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cuelight.actors.executor.native.linear import Arena, Kind, LinearKernels, Packed, Source, aligned
+from cuelight.actors.executor.native.linear import Arena, LinearKernels, PackedMatrix, SourceType, WeightFormat, aligned
 
 Array = npt.NDArray[Any]
 
@@ -72,7 +72,7 @@ def from_bf16(bits: Array) -> Array:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def int4_codes(packed: Packed) -> tuple[Array, Array, Array]:
+def int4_codes(packed: PackedMatrix) -> tuple[Array, Array, Array]:
     """Codes from 0 to 15 as [outputs, groups, 32], scales and middles as [outputs, groups, 1], of the bytes."""
     groups = -(-packed.inputs // SPAN) * SPAN // GROUP
     memory = packed.buffer[64:].reshape(-1, groups, 640)
@@ -84,7 +84,7 @@ def int4_codes(packed: Packed) -> tuple[Array, Array, Array]:
     return codes[: packed.outputs], scales, middles
 
 
-def int4_weights(packed: Packed) -> Array:
+def int4_weights(packed: PackedMatrix) -> Array:
     codes, scales, middles = int4_codes(packed)
     values: Array = (codes.astype(np.float64) - 8) * scales + middles
     return values.reshape(packed.outputs, -1)[:, : packed.inputs]
@@ -98,7 +98,7 @@ def int8_product(x: Array, weights: Array) -> tuple[Array, Array]:
     return sums.sum(axis=2) * wide, np.abs(sums).sum(axis=2) * wide
 
 
-def int4_product(x: Array, packed: Packed) -> tuple[Array, Array]:
+def int4_product(x: Array, packed: PackedMatrix) -> tuple[Array, Array]:
     values, scales = to_int8(parts(x, SPAN))
     used = (values * scales.astype(np.float64)).reshape(len(x), -1)[:, : x.shape[1]]
     codes, steps, middles = int4_codes(packed)
@@ -119,7 +119,7 @@ def test_int8_products_are_those_of_the_quantized_operands(
 ) -> None:
     x, weights = operands(rows, outputs, inputs)
     expected, magnitudes = int8_product(x, weights)
-    difference = np.abs(threads.linear(threads.pack(weights, Kind.INT8), x) - expected)
+    difference = np.abs(threads.linear(threads.pack(weights, WeightFormat.INT8), x) - expected)
     assert (difference <= TOLERANCE * magnitudes + 1e-30).all()
 
 
@@ -128,7 +128,7 @@ def test_int4_products_are_those_of_the_quantized_operands(
     threads: LinearKernels, rows: int, outputs: int, inputs: int
 ) -> None:
     x, weights = operands(rows, outputs, inputs)
-    packed = threads.pack(weights, Kind.INT4)
+    packed = threads.pack(weights, WeightFormat.INT4)
     expected, magnitudes = int4_product(x, packed)
     assert (np.abs(threads.linear(packed, x) - expected) <= TOLERANCE * magnitudes + 1e-30).all()
 
@@ -140,7 +140,7 @@ def test_int8_products_of_one_span_have_the_same_bits_as_integer_sums(
 ) -> None:
     """Wherever the span is: the others add nothing."""
     x, weights = operands(rows, 70, inputs)
-    packed, (codes, steps) = kernels.pack(weights, Kind.INT8), to_int8(weights)
+    packed, (codes, steps) = kernels.pack(weights, WeightFormat.INT8), to_int8(weights)
     for first in range(0, inputs, SPAN):
         only = np.zeros_like(x)
         only[:, first : first + SPAN] = x[:, first : first + SPAN]
@@ -149,27 +149,27 @@ def test_int8_products_of_one_span_have_the_same_bits_as_integer_sums(
         np.testing.assert_array_equal(kernels.linear(packed, only), expected)
 
 
-@pytest.mark.parametrize("kind", [Kind.INT8, Kind.INT4])
+@pytest.mark.parametrize("kind", [WeightFormat.INT8, WeightFormat.INT4])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [*ROWS, (3, 33, 1), (13, 47, 95), (26, 96, 576)])
 def test_products_of_integers_are_exact(
-    threads: LinearKernels, rows: int, outputs: int, inputs: int, kind: Kind
+    threads: LinearKernels, rows: int, outputs: int, inputs: int, kind: WeightFormat
 ) -> None:
     """Where every scale is 1, all steps are whole numbers that float32 holds, whatever their order."""
-    random, limit = np.random.default_rng(rows), 127 if kind is Kind.INT8 else 7
+    random, limit = np.random.default_rng(rows), 127 if kind is WeightFormat.INT8 else 7
     x = random.integers(-127, 128, (rows, inputs)).astype(np.float32)
-    weights = random.integers(-limit - (kind is Kind.INT4), limit + 1, (outputs, inputs)).astype(np.float32)
+    weights = random.integers(-limit - (kind is WeightFormat.INT4), limit + 1, (outputs, inputs)).astype(np.float32)
     x[:, ::SPAN] = 127
-    weights[:, ::GROUP], weights[:, 1::GROUP] = limit, -limit - (kind is Kind.INT4)
+    weights[:, ::GROUP], weights[:, 1::GROUP] = limit, -limit - (kind is WeightFormat.INT4)
     if inputs % GROUP != 1:  # else a group has one weight, whose scale is 0
         np.testing.assert_array_equal(threads.linear(threads.pack(weights, kind), x), x @ weights.T)
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16])
+@pytest.mark.parametrize("kind", [WeightFormat.F32, WeightFormat.BF16])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
-def test_float_products(threads: LinearKernels, rows: int, outputs: int, inputs: int, kind: Kind) -> None:
+def test_float_products(threads: LinearKernels, rows: int, outputs: int, inputs: int, kind: WeightFormat) -> None:
     x, weights = operands(rows, outputs, inputs)
     y = threads.linear(threads.pack(weights, kind), x)
-    used = (from_bf16(to_bf16(weights)) if kind is Kind.BF16 else weights).astype(np.float64)
+    used = (from_bf16(to_bf16(weights)) if kind is WeightFormat.BF16 else weights).astype(np.float64)
     assert (np.abs(y - x @ used.T) <= TOLERANCE * (np.abs(x) @ np.abs(used.T))).all()
 
 
@@ -178,13 +178,13 @@ def test_sums_of_the_largest_magnitudes_do_not_saturate(kernels: LinearKernels) 
     signs = np.where(np.arange(4096) % 3 == 0, np.float32(-1), np.float32(1))
     x = np.stack([signs, -signs, np.ones_like(signs)])
     weights = np.stack([signs, -signs, np.ones_like(signs), -np.ones_like(signs)])
-    y = kernels.linear(kernels.pack(weights, Kind.INT8), x)
+    y = kernels.linear(kernels.pack(weights, WeightFormat.INT8), x)
     np.testing.assert_allclose(y, x @ weights.T, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", WeightFormat)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 64, 96), (5, 37, 50), (30, 64, 96), (14, 100, 33)])
-def test_bias_and_addition(kernels: LinearKernels, rows: int, outputs: int, inputs: int, kind: Kind) -> None:
+def test_bias_and_addition(kernels: LinearKernels, rows: int, outputs: int, inputs: int, kind: WeightFormat) -> None:
     x, weights = operands(rows, outputs, inputs)
     bias, before = normal(5, outputs), normal(6, rows, outputs)
     packed = kernels.pack(weights, kind)
@@ -195,11 +195,11 @@ def test_bias_and_addition(kernels: LinearKernels, rows: int, outputs: int, inpu
     np.testing.assert_array_equal(added, plain + bias + before)
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", WeightFormat)
 @pytest.mark.parametrize("outputs", [32, 33, 64, 95])
 @pytest.mark.parametrize("rows", [1, 7, 25])
 def test_rows_may_lie_apart_and_nothing_else_is_written(
-    kernels: LinearKernels, rows: int, outputs: int, kind: Kind
+    kernels: LinearKernels, rows: int, outputs: int, kind: WeightFormat
 ) -> None:
     x, weights = operands(rows, outputs, 45)
     packed = kernels.pack(weights, kind)
@@ -212,8 +212,8 @@ def test_rows_may_lie_apart_and_nothing_else_is_written(
     assert (out == 77).all()
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_packed_weights_stay_within_their_bytes(kernels: LinearKernels, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", WeightFormat)
+def test_packed_weights_stay_within_their_bytes(kernels: LinearKernels, kind: WeightFormat) -> None:
     weights = normal(1, 70, 50)
     needed = kernels.packed_bytes(kind, 70, 50)
     memory = aligned(needed + 64)
@@ -223,9 +223,9 @@ def test_packed_weights_stay_within_their_bytes(kernels: LinearKernels, kind: Ki
     np.testing.assert_array_equal(memory[:needed], kernels.pack(weights, kind).buffer)
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", WeightFormat)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 64, 96), (5, 34, 40), (30, 2, 96), (40, 192, 33)])
-def test_gated_products(kernels: LinearKernels, rows: int, outputs: int, inputs: int, kind: Kind) -> None:
+def test_gated_products(kernels: LinearKernels, rows: int, outputs: int, inputs: int, kind: WeightFormat) -> None:
     x, weights = operands(rows, outputs, inputs)
     expected = silu_gate(kernels.linear(kernels.pack(weights, kind), x))
     y = kernels.linear(kernels.pack(weights, kind, gated=True), x)
@@ -235,14 +235,14 @@ def test_gated_products(kernels: LinearKernels, rows: int, outputs: int, inputs:
 def test_gates_far_from_zero(kernels: LinearKernels) -> None:
     gates = np.array([-1e4, -200, -87.5, -20, -1e-20, 0, 1e-20, 20, 88, 200, 1e30], np.float32)
     weights = np.concatenate([gates[:, None], np.ones((len(gates), 1), np.float32)])
-    y = kernels.linear(kernels.pack(weights, Kind.F32, gated=True), np.ones((1, 1), np.float32))
+    y = kernels.linear(kernels.pack(weights, WeightFormat.F32, gated=True), np.ones((1, 1), np.float32))
     with np.errstate(over="ignore"):
         np.testing.assert_allclose(y, silu_gate(weights.T), rtol=1e-6, atol=1e-33)
 
 
-@pytest.mark.parametrize("kind", [Kind.INT8, Kind.INT4])
+@pytest.mark.parametrize("kind", [WeightFormat.INT8, WeightFormat.INT4])
 @pytest.mark.parametrize("rows", [1, 3, 13, 40])
-def test_rows_quantized_once_serve_several_products(threads: LinearKernels, rows: int, kind: Kind) -> None:
+def test_rows_quantized_once_serve_several_products(threads: LinearKernels, rows: int, kind: WeightFormat) -> None:
     x, weights = operands(rows, 160, 70)
     up, down = threads.pack(weights, kind, gated=True), threads.pack(normal(9, 50, 80), kind)
     quantized = threads.quantize(x)
@@ -254,9 +254,9 @@ def test_rows_quantized_once_serve_several_products(threads: LinearKernels, rows
     np.testing.assert_array_equal(threads.linear_quantized(down, following, bias, before, add=True), expected)
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", WeightFormat)
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_spoils_no_other(kernels: LinearKernels, kind: Kind, odd: float) -> None:
+def test_a_row_that_is_not_finite_spoils_no_other(kernels: LinearKernels, kind: WeightFormat, odd: float) -> None:
     x, weights = operands(14, 40, 70)
     packed = kernels.pack(weights, kind)
     expected = kernels.linear(packed, x)
@@ -266,8 +266,8 @@ def test_a_row_that_is_not_finite_spoils_no_other(kernels: LinearKernels, kind: 
     np.testing.assert_array_equal(np.delete(y, 3, axis=0), np.delete(expected, 3, axis=0))
 
 
-@pytest.mark.parametrize("kind", [Kind.INT8, Kind.INT4])
-def test_rows_and_weights_of_nothing(kernels: LinearKernels, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [WeightFormat.INT8, WeightFormat.INT4])
+def test_rows_and_weights_of_nothing(kernels: LinearKernels, kind: WeightFormat) -> None:
     x, weights = operands(13, 40, 70)
     x[2], x[5], weights[7] = 0, 1e-44, 0
     y = kernels.linear(kernels.pack(weights, kind), x)
@@ -276,9 +276,9 @@ def test_rows_and_weights_of_nothing(kernels: LinearKernels, kind: Kind) -> None
     assert np.isfinite(y).all()
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", WeightFormat)
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
-def test_weights_that_are_not_finite_are_seen(kernels: LinearKernels, kind: Kind, odd: float) -> None:
+def test_weights_that_are_not_finite_are_seen(kernels: LinearKernels, kind: WeightFormat, odd: float) -> None:
     x, weights = operands(3, 40, 70)
     weights[7, 33] = odd
     y = kernels.linear(kernels.pack(weights, kind), x)
@@ -286,8 +286,8 @@ def test_weights_that_are_not_finite_are_seen(kernels: LinearKernels, kind: Kind
     assert np.isfinite(np.delete(y, 7, axis=1)).all()
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_half_weights_pack_as_their_values(kernels: LinearKernels, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", WeightFormat)
+def test_half_weights_pack_as_their_values(kernels: LinearKernels, kind: WeightFormat) -> None:
     half = normal(1, 70, 50).astype(np.float16)
     half[0, :6] = [0, -0.0, 6e-8, -6e-5, 65504, -65504]
     expected = kernels.pack(half.astype(np.float32), kind).buffer
@@ -296,7 +296,7 @@ def test_half_weights_pack_as_their_values(kernels: LinearKernels, kind: Kind) -
     expected = kernels.pack(from_bf16(bits), kind).buffer
     np.testing.assert_array_equal(kernels.pack(bits, kind).buffer, expected)
     address, stride = bits[:, :40].ctypes.data, bits.strides[0] // 2
-    sliced = kernels.pack_from(address, Source.BFLOAT16, stride, (70, 40), kind).buffer
+    sliced = kernels.pack_from(address, SourceType.BFLOAT16, stride, (70, 40), kind).buffer
     np.testing.assert_array_equal(sliced, kernels.pack(from_bf16(bits[:, :40]), kind).buffer)
 
 
@@ -304,11 +304,11 @@ def test_quantized_weights_are_close_to_the_weights(kernels: LinearKernels) -> N
     """int8: half a step of a row. int4: on average less than evenly spaced codes from the least to the greatest, and
     never a step of a group."""
     weights, x = normal(1, 40, 64), np.eye(64, dtype=np.float32)
-    int8 = kernels.linear(kernels.pack(weights, Kind.INT8), x).T
+    int8 = kernels.linear(kernels.pack(weights, WeightFormat.INT8), x).T
     assert (np.abs(int8 - weights) <= np.abs(weights).max(axis=1, keepdims=True) / 127 * 0.51).all()
     groups = weights.reshape(40, 2, GROUP)
     least, steps = groups.min(axis=2, keepdims=True), np.ptp(groups, axis=2, keepdims=True) / 15
-    int4 = kernels.linear(kernels.pack(weights, Kind.INT4), x).T.reshape(groups.shape)
+    int4 = kernels.linear(kernels.pack(weights, WeightFormat.INT4), x).T.reshape(groups.shape)
     evenly = np.rint((groups - least) / steps) * steps + least
     assert (np.abs(int4 - groups) < steps).all()
     assert np.square(int4 - groups).mean() < np.square(evenly - groups).mean()
@@ -323,7 +323,7 @@ def test_weights_that_had_been_4_bits_get_their_codes_back(kernels: LinearKernel
     scales = random.uniform(0.001, 0.1, (40, 3, 1)).astype(np.float16).astype(np.float32)
     least = (scales * (offset - random.uniform(4, 12, (40, 3, 1)))).astype(np.float16).astype(np.float32)
     weights = to_bf16((codes * scales + least).reshape(40, -1))
-    packed = kernels.pack(weights, Kind.INT4)
+    packed = kernels.pack(weights, WeightFormat.INT4)
     np.testing.assert_array_equal(int4_codes(packed)[0][:, :3], codes)
     given = from_bf16(weights).reshape(codes.shape)
     difference = np.abs(int4_weights(packed).reshape(codes.shape) - given)
@@ -333,14 +333,14 @@ def test_weights_that_had_been_4_bits_get_their_codes_back(kernels: LinearKernel
 @pytest.mark.parametrize("value", [0.0, 1.5, -3e-5, 1e-42, 3e38])
 def test_a_group_of_equal_weights(kernels: LinearKernels, value: float) -> None:
     weights = np.full((3, 70), value, np.float32)
-    np.testing.assert_allclose(int4_weights(kernels.pack(weights, Kind.INT4)), weights, rtol=2**-8, atol=1e-38)
+    np.testing.assert_allclose(int4_weights(kernels.pack(weights, WeightFormat.INT4)), weights, rtol=2**-8, atol=1e-38)
 
 
 def test_an_arena_gives_memory_that_does_not_overlap(native: ctypes.CDLL) -> None:
     kernels, arena = LinearKernels(native), Arena(chunk_bytes=100_000)
     x, weights = operands(3, 40, 70)
     packed = [kernels.pack(weights * n, kind, into=arena.take(kernels.packed_bytes(kind, 40, 70)))
-              for n in range(1, 9) for kind in Kind]  # fmt: skip
+              for n in range(1, 9) for kind in WeightFormat]  # fmt: skip
     larger_than_a_chunk = arena.take(250_001)
     larger_than_a_chunk[:] = 0xA5
     del arena
@@ -353,7 +353,7 @@ def test_an_arena_gives_memory_that_does_not_overlap(native: ctypes.CDLL) -> Non
 def test_callers_at_once(native: ctypes.CDLL) -> None:
     kernels = LinearKernels(native)
     x, weights = operands(20, 300, 200)
-    packed = [kernels.pack(weights, kind) for kind in Kind]
+    packed = [kernels.pack(weights, kind) for kind in WeightFormat]
     expected = [kernels.linear(each, x) for each in packed]
     with ThreadPoolExecutor(4) as callers:
         for index, y in enumerate(callers.map(lambda number: kernels.linear(packed[number % 4], x), range(200))):
@@ -363,15 +363,15 @@ def test_callers_at_once(native: ctypes.CDLL) -> None:
 def test_what_does_not_fit_is_refused(native: ctypes.CDLL) -> None:
     kernels = LinearKernels(native)
     x, weights = operands(3, 40, 70)
-    packed, gated = kernels.pack(weights, Kind.INT8), kernels.pack(weights, Kind.INT8, gated=True)
+    packed, gated = kernels.pack(weights, WeightFormat.INT8), kernels.pack(weights, WeightFormat.INT8, gated=True)
     out, bias = np.zeros((3, 40), np.float32), np.zeros(40, np.float32)
     read_only = np.zeros((3, 40), np.float32)
     read_only.flags.writeable = False
     for refused in (
-        lambda: kernels.packed_bytes(Kind.F32, 0, 5),
-        lambda: kernels.packed_bytes(Kind.INT8, 5, 70_000),
-        lambda: kernels.pack(weights[:39], Kind.F32, gated=True),
-        lambda: kernels.pack(weights, Kind.F32, into=aligned(100)),
+        lambda: kernels.packed_bytes(WeightFormat.F32, 0, 5),
+        lambda: kernels.packed_bytes(WeightFormat.INT8, 5, 70_000),
+        lambda: kernels.pack(weights[:39], WeightFormat.F32, gated=True),
+        lambda: kernels.pack(weights, WeightFormat.F32, into=aligned(100)),
         lambda: kernels.linear(packed, x[:, :69]),
         lambda: kernels.linear(packed, x.astype(np.float64)),
         lambda: kernels.linear(packed, np.asfortranarray(x)),
@@ -383,7 +383,7 @@ def test_what_does_not_fit_is_refused(native: ctypes.CDLL) -> None:
         lambda: kernels.linear(packed, x, add=True),
         lambda: kernels.linear(gated, x, bias),
         lambda: kernels.linear_quantized(packed, kernels.quantize(x[:, :69])),
-        lambda: kernels.linear_quantized(kernels.pack(weights, Kind.F32), kernels.quantize(x)),
+        lambda: kernels.linear_quantized(kernels.pack(weights, WeightFormat.F32), kernels.quantize(x)),
         lambda: kernels.gated_quantized(packed, kernels.quantize(x)),
     ):
         with pytest.raises(ValueError):
@@ -392,5 +392,5 @@ def test_what_does_not_fit_is_refused(native: ctypes.CDLL) -> None:
 
 def test_no_rows_are_no_work(native: ctypes.CDLL) -> None:
     kernels = LinearKernels(native)
-    packed = kernels.pack(normal(1, 40, 70), Kind.INT4)
+    packed = kernels.pack(normal(1, 40, 70), WeightFormat.INT4)
     assert kernels.linear(packed, np.zeros((0, 70), np.float32)).shape == (0, 40)

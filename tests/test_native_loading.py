@@ -409,7 +409,7 @@ def test_options_that_cannot_be_met_are_refused(others: dict[str, object], why: 
 
 
 def stored(runner: NativeRunner) -> npt.NDArray[Any]:
-    memory = runner._pools._device
+    memory = runner._pool._device
     assert not memory.scales.any()
     return memory.numbers
 

@@ -63,7 +63,7 @@ def test_rows_that_are_moved_and_forked_go_on_as_if_nothing_had_been(seed: int, 
     runner = load(tmp_path, host_block_count=64)
 
     def spoil(blocks: list[int]) -> None:
-        runner._pools._device.numbers[blocks] = 1000.0
+        runner._pool._device.numbers[blocks] = 1000.0
 
     mover = Mover(runner, random_prompts(3), seed, spoil)
     mover.run(output_tokens=8)
@@ -80,8 +80,8 @@ def test_an_int8_cache_is_moved_and_forked_with_its_scales(seed: int, tmp_path: 
     runner = load(tmp_path, host_block_count=64, kv_cache_dtype="int8")
 
     def spoil(blocks: list[int]) -> None:
-        runner._pools._device.numbers[blocks] = 127
-        runner._pools._device.scales[blocks] = np.nan
+        runner._pool._device.numbers[blocks] = 127
+        runner._pool._device.scales[blocks] = np.nan
 
     mover = Mover(runner, random_prompts(3), seed, spoil)
     mover.run(output_tokens=8)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from benchmark_modules import benchmark
 
-from cuelight.actors.executor.batch import Draw
+from cuelight.actors.executor.batch import SamplingRow
 from cuelight.actors.executor.chance import key, keys, noise
 from cuelight.actors.executor.native.sampler import SampleKernel, Sampler
 from cuelight.messages.request import RequestId, Sampling
@@ -216,18 +216,22 @@ def test_frequencies_are_the_probabilities(form: ctypes.CDLL, top_k: int, top_p:
 def test_nearly_the_same_logits_give_nearly_always_the_same_token(
     native: ctypes.CDLL, top_k: int, top_p: float
 ) -> None:
-    n, pairs, draws = 49152, 20, 1000
+    n, pairs, samples = 49152, 20, 1000
     random = np.random.default_rng(6)
     flips = inverse_flips = 0
-    uniforms = random.random(draws)
-    temperatures, top_ks, top_ps = np.full(draws, 1.0), np.full(draws, top_k), np.full(draws, top_p)
+    uniforms = random.random(samples)
+    temperatures, top_ks, top_ps = (
+        np.full(samples, 1.0),
+        np.full(samples, top_k),
+        np.full(samples, top_p),
+    )
     for pair in range(pairs):
         logits = (2 * random.standard_normal(n)).astype(np.float32)
         both = [logits, logits + (DISTANCE * random.standard_normal(n)).astype(np.float32)]
-        tokens = np.zeros((2, draws), np.int64)
+        tokens = np.zeros((2, samples), np.int64)
         for row, out in zip(both, tokens, strict=True):
-            rows = np.broadcast_to(row, (draws, n))
-            SampleKernel(native).sample(rows, temperatures, top_ks, top_ps, keys([pair] * draws, range(draws)), out)
+            rows = np.broadcast_to(row, (samples, n))
+            SampleKernel(native).sample(rows, temperatures, top_ks, top_ps, keys([pair] * samples, range(samples)), out)
         flips += int((tokens[0] != tokens[1]).sum())
         sums = [np.exp(row.astype(np.float64)).cumsum() for row in both]
         inverse = [np.searchsorted(each, uniforms * each[-1]) for each in sums]
@@ -271,15 +275,15 @@ def test_arrays_that_do_not_fit_are_refused(native: ctypes.CDLL) -> None:
         kernel.sample(logits[:, :0], numbers, whole, numbers, chance, whole)
 
 
-def draw(sampling: Sampling, position: int = 10, output_index: int = 3) -> Draw:
-    return Draw(RequestId(1), 0, 0, position, output_index, sampling)
+def sampling_row(sampling: Sampling, position: int = 10, output_index: int = 3) -> SamplingRow:
+    return SamplingRow(RequestId(1), 0, 0, position, output_index, sampling)
 
 
 def test_a_step_chooses_as_row_by_row_in_numpy(form: ctypes.CDLL) -> None:
     random = np.random.default_rng(3)
     n, rows = 997, 400
     logits = (3 * random.standard_normal((rows, n))).astype(np.float32)
-    draws = []
+    sampling_rows = []
     for row in range(rows):
         each = random_options(random, n)
         sampling = Sampling(
@@ -291,16 +295,16 @@ def test_a_step_chooses_as_row_by_row_in_numpy(form: ctypes.CDLL) -> None:
             stop_token_ids=(int(logits[row].argmax()),),
             ignore_eos=bool(random.random() < 0.5),
         )
-        draws.append(draw(sampling, position=row, output_index=int(random.integers(16))))
+        sampling_rows.append(sampling_row(sampling, position=row, output_index=int(random.integers(16))))
     eos = [5, 6]
     best = logits.argmax(axis=1)
-    expected = [choose(logits[row].copy(), draws[row], eos) for row in range(rows)]
-    chosen = Sampler(form, eos).choose(logits, best, draws)
+    expected = [choose(logits[row].copy(), sampling_rows[row], eos) for row in range(rows)]
+    chosen = Sampler(form, eos).choose(logits, best, sampling_rows)
     differing = [row for row in range(rows) if chosen[row] != expected[row]]
     assert len(differing) <= 1
     for row in differing:
-        sampling = draws[row].sampling
-        row_key = key(sampling.seed or 0, draws[row].position)
+        sampling = sampling_rows[row].sampling
+        row_key = key(sampling.seed or 0, sampling_rows[row].position)
         options = Options(sampling.temperature, sampling.top_k, sampling.top_p, row_key)
         assert chosen[row] in defensible(logits[row], options)
 
@@ -309,5 +313,9 @@ def test_rows_without_a_usable_token_stay_so(native: ctypes.CDLL) -> None:
     logits = np.zeros((3, 4), np.float32)
     logits[0, 1] = np.nan
     everything = Sampling(temperature=1.0, min_tokens=9, stop_token_ids=(0, 1, 2, 3))
-    draws = [draw(Sampling(temperature=1.0, seed=1)), draw(everything), draw(Sampling())]
-    assert Sampler(native, []).choose(logits, np.array([-1, 0, 0]), draws).tolist() == [-1, -1, 0]
+    sampling_rows = [
+        sampling_row(Sampling(temperature=1.0, seed=1)),
+        sampling_row(everything),
+        sampling_row(Sampling()),
+    ]
+    assert Sampler(native, []).choose(logits, np.array([-1, 0, 0]), sampling_rows).tolist() == [-1, -1, 0]

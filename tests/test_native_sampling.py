@@ -12,7 +12,7 @@ from benchmark_modules import benchmark
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuelight.actors.executor.batch import Draw
+from cuelight.actors.executor.batch import SamplingRow
 from cuelight.actors.executor.model.sampling import sample
 from cuelight.messages.request import RequestId, Sampling
 
@@ -23,11 +23,11 @@ Floats = npt.NDArray[np.float32]
 END = 7
 
 
-def draw(sampling: Sampling, position: int = 10, output_index: int = 3) -> Draw:
-    return Draw(RequestId(1), 0, 0, position, output_index, sampling)
+def sampling_row(sampling: Sampling, position: int = 10, output_index: int = 3) -> SamplingRow:
+    return SamplingRow(RequestId(1), 0, 0, position, output_index, sampling)
 
 
-def both(logits: Floats, drawn: Draw) -> tuple[int, int]:
+def both(logits: Floats, drawn: SamplingRow) -> tuple[int, int]:
     """Ours, and the general path's."""
     return choose(logits.copy(), drawn, (END,)), int(
         sample(torch.from_numpy(logits[None].copy()), [drawn], (END,)).item()
@@ -59,7 +59,7 @@ def test_the_token_is_the_one_that_the_general_path_chooses(vocabulary: int, spr
     @given(st.integers(0, 10**6), wishes(vocabulary), st.integers(0, 10**6))
     @settings(deadline=None, max_examples=60)
     def check(seed: int, sampling: Sampling, position: int) -> None:
-        ours, general = both(random_logits(seed, vocabulary, spread), draw(sampling, position))
+        ours, general = both(random_logits(seed, vocabulary, spread), sampling_row(sampling, position))
         assert ours == general
 
     check()
@@ -72,7 +72,7 @@ def test_top_p_is_a_part_of_what_top_k_leaves(top_k: int, top_p: float) -> None:
     logits = random_logits(top_k, 5000, 0.3)
     tokens = set()
     for seed in range(40):
-        ours, general = both(logits, draw(Sampling(temperature=1.0, top_k=top_k, top_p=top_p, seed=seed)))
+        ours, general = both(logits, sampling_row(Sampling(temperature=1.0, top_k=top_k, top_p=top_p, seed=seed)))
         assert ours == general
         tokens.add(ours)
     assert len(tokens) > 15
@@ -84,7 +84,7 @@ def test_more_than_the_first_are_sorted_where_top_p_needs_them() -> None:
     for top_p in (0.1, 0.2, 0.204, 0.205, 0.3, 0.9, 0.9999):
         ranks = []
         for seed in range(20):
-            ours, general = both(logits, draw(Sampling(temperature=1.0, top_p=top_p, seed=seed)))
+            ours, general = both(logits, sampling_row(Sampling(temperature=1.0, top_p=top_p, seed=seed)))
             assert ours == general
             ranks.append(ours)
         assert len(set(ranks)) > 15
@@ -94,13 +94,15 @@ def test_more_than_the_first_are_sorted_where_top_p_needs_them() -> None:
 def test_equals_keep_the_order_of_the_vocabulary(vocabulary: int) -> None:
     logits = np.zeros(vocabulary, np.float32)
     for cut in ({"top_k": 3}, {"top_p": 2.5 / vocabulary}):
-        chosen = {choose(logits.copy(), draw(Sampling(temperature=1.0, seed=seed, **cut)), ()) for seed in range(99)}  # type: ignore[arg-type]
+        chosen = {
+            choose(logits.copy(), sampling_row(Sampling(temperature=1.0, seed=seed, **cut)), ()) for seed in range(99)
+        }  # type: ignore[arg-type]
         assert chosen == {0, 1, 2}
     chance = random.Random(1)
     for _ in range(50):
         few = np.array([chance.choice([0.0, 1.0, -0.0, 2.0]) for _ in range(vocabulary)], np.float32)
         wish = Sampling(temperature=1.0, top_k=chance.randint(1, vocabulary), top_p=chance.random(), seed=1)
-        ours, general = both(few, draw(wish))
+        ours, general = both(few, sampling_row(wish))
         assert ours == general
 
 
@@ -109,7 +111,7 @@ def test_rule_stop_order_no_end_before_min_tokens() -> None:
     logits[[END, 8, 9]] = 3.0, 2.0, 1.0
 
     def token(index: int, **wish: object) -> int:
-        return choose(logits.copy(), draw(Sampling(min_tokens=3, **wish), output_index=index), (END,))  # type: ignore[arg-type]
+        return choose(logits.copy(), sampling_row(Sampling(min_tokens=3, **wish), output_index=index), (END,))  # type: ignore[arg-type]
 
     assert [token(index) for index in range(5)] == [8, 8, 8, END, END]
     assert [token(index, stop_token_ids=(8,)) for index in range(5)] == [9, 9, 9, END, END]
@@ -125,8 +127,8 @@ def test_rule_stop_order_no_end_before_min_tokens() -> None:
 )
 def test_where_all_tokens_are_forbidden_there_is_none(wish: dict[str, float]) -> None:
     sampling = Sampling(min_tokens=9, stop_token_ids=(0, 1, 2), **wish)  # type: ignore[arg-type]
-    assert choose(np.zeros(3, np.float32), draw(sampling), ()) == -1
-    ends = draw(Sampling(min_tokens=9, stop_token_ids=(0, 1, 2), ignore_eos=True, **wish))  # type: ignore[arg-type]
+    assert choose(np.zeros(3, np.float32), sampling_row(sampling), ()) == -1
+    ends = sampling_row(Sampling(min_tokens=9, stop_token_ids=(0, 1, 2), ignore_eos=True, **wish))  # type: ignore[arg-type]
     assert both(np.zeros(3, np.float32), ends) == (-1, -1)
 
 
@@ -135,6 +137,6 @@ def test_tokens_of_no_probability_are_never_chosen() -> None:
     logits[[3, 2040]] = 0.0
     for seed in range(100):
         wish = Sampling(temperature=1.0, top_p=(1.0, 0.99)[seed % 2], top_k=(0, 2000)[seed // 2 % 2], seed=seed)
-        ours, general = both(logits, draw(wish))
+        ours, general = both(logits, sampling_row(wish))
         assert ours == general
         assert ours in {3, 2040}

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from cuelight import Engine
-from cuelight.actors.executor.batch import Draw
+from cuelight.actors.executor.batch import SamplingRow
 from cuelight.actors.executor.model.sampling import sample
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.native.runner import NativeRunner
@@ -97,8 +97,9 @@ class Reference:
         self.check_text(result)
         case = (tuple(prompt), result.token_ids, sampling)
         if case not in self._right:
-            draws = [Draw(RequestId(1), 0, 0, len(prompt) + i, i, sampling) for i in range(len(result.token_ids))]
-            assert sample(self.logits(prompt, result.token_ids), draws, ()).tolist() == list(result.token_ids)
+            positions = range(len(prompt), len(prompt) + len(result.token_ids))
+            rows = [SamplingRow(RequestId(1), 0, 0, at, at - len(prompt), sampling) for at in positions]
+            assert sample(self.logits(prompt, result.token_ids), rows, ()).tolist() == list(result.token_ids)
             self._right.add(case)
 
     @staticmethod

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from cuelight.actors.executor.model import passes
 from cuelight.actors.executor.model.attention import ATTENTION_NAME, register
 from cuelight.actors.executor.model.passes import Pass, apply_passes, standard_passes
-from cuelight.actors.executor.model.passes_merge import MergedLinear, Part, merge_linears
+from cuelight.actors.executor.model.passes_merge import MergedLinear, MergedLinearPart, merge_linears
 from cuelight.actors.executor.model.passes_norm import FusedNorm, fuse_norms, recognize
 from cuelight.actors.executor.model.probing import Probe, difference
-from cuelight.actors.executor.model.surgery import Change, decoder_layers, small_twin
+from cuelight.actors.executor.model.surgery import ModuleReplacement, decoder_layers, small_copy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -110,9 +110,9 @@ def test_native_kernels_give_the_same_norms(native: object, llama: PreTrainedMod
 def test_a_pass_that_changes_results_is_undone_by_name(llama: PreTrainedModel) -> None:
     judge = others(llama)
 
-    def swap(model: PreTrainedModel, probe: Probe) -> Change | None:
+    def swap(model: PreTrainedModel, probe: Probe) -> ModuleReplacement | None:
         change = merge_linears(model, probe)
-        parts = [module for module in model.modules() if isinstance(module, Part)]
+        parts = [module for module in model.modules() if isinstance(module, MergedLinearPart)]
         parts[1].index, parts[2].index = 2, 1  # keys for values
         return change
 
@@ -128,7 +128,7 @@ def test_a_pass_that_changes_results_is_undone_by_name(llama: PreTrainedModel) -
 def test_a_pass_that_does_not_run_is_undone(llama: PreTrainedModel) -> None:
     judge = others(llama)
 
-    def shrink(model: PreTrainedModel, probe: Probe) -> Change | None:
+    def shrink(model: PreTrainedModel, probe: Probe) -> ModuleReplacement | None:
         change = merge_linears(model, probe)
         next(module for module in model.modules() if isinstance(module, MergedLinear)).widths[0] += 1
         return change
@@ -137,7 +137,7 @@ def test_a_pass_that_does_not_run_is_undone(llama: PreTrainedModel) -> None:
         assert apply_passes(llama, (Pass("shrunk", shrink),)) == {}
     assert entries[0]["reason"].startswith("RuntimeError")
     assert torch.equal(others(llama), judge)
-    assert not any(isinstance(module, MergedLinear | Part) for module in llama.modules())
+    assert not any(isinstance(module, MergedLinear | MergedLinearPart) for module in llama.modules())
 
 
 def test_a_subtle_error_is_seen_in_half_precision_too(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_subtle_error_is_seen_in_half_precision_too(tmp_path: Path) -> None:
     save(transformers.LlamaConfig(**GROUPED), tmp_path)
     model = opened(tmp_path, torch.bfloat16)
 
-    def blunt(model: PreTrainedModel, probe: Probe) -> Change | None:
+    def blunt(model: PreTrainedModel, probe: Probe) -> ModuleReplacement | None:
         change = fuse_norms(model, probe)
         for module in model.modules():
             if isinstance(module, FusedNorm):
@@ -163,7 +163,7 @@ def test_without_memory_for_a_copy_the_model_judges_itself(tmp_path: Path, monke
         raise torch.OutOfMemoryError("tried to allocate 5 GiB")
 
     save(transformers.LlamaConfig(**GROUPED), tmp_path)
-    monkeypatch.setattr(passes, "small_twin", full)
+    monkeypatch.setattr(passes, "small_copy", full)
     with structlog.testing.capture_logs() as entries:
         assert apply_passes(opened(tmp_path, torch.bfloat16), standard_passes()) == {MERGED: 4, FUSED: 5}
     assert [(entry["event"], entry["log_level"]) for entry in entries] == [("passes_judged_coarsely", "warning")]
@@ -234,7 +234,7 @@ def test_layers_that_share_a_weight_or_differ_in_type_are_not_merged() -> None:
 def test_parts_are_right_in_any_order_and_keep_nothing() -> None:
     linears = [nn.Linear(8, width) for width in (8, 4, 6)]
     merged = MergedLinear(linears)
-    parts = [Part(merged, index) for index in range(3)]
+    parts = [MergedLinearPart(merged, index) for index in range(3)]
     x, y = torch.randn(2, 1, 5, 8)
     for index, tensor in ((0, x), (1, y), (2, x), (1, x), (2, y), (0, x), (2, x)):
         torch.testing.assert_close(parts[index](tensor), linears[index](tensor))
@@ -323,7 +323,7 @@ def test_a_small_twin_has_one_layer_of_each_kind_and_leaves_the_model_alone(tmp_
     )
     save(config, tmp_path)
     model = opened(tmp_path, torch.bfloat16)
-    twin = small_twin(model)
+    twin = small_copy(model)
     assert twin is not None and twin.dtype is torch.float32 and model.dtype is torch.bfloat16
     layers, kept = decoder_layers(model), twin.model.layers
     assert layers is not None and len(layers) == 5 and len(kept) == 2

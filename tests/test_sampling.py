@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from cuelight.actors.executor.batch import Draw
+from cuelight.actors.executor.batch import SamplingRow
 from cuelight.actors.executor.chance import bits, key, keys, noise
 from cuelight.actors.executor.model import sampling as sampling_module
-from cuelight.actors.executor.model.sampling import FEW, peak_bytes, sample
+from cuelight.actors.executor.model.sampling import TOP_K_PICKED_MAX, peak_bytes, sample
 from cuelight.messages.request import RequestId, Sampling
 
 VOCABULARY = 50
 SEEDS = st.integers(0, 2**64 - 1)
 
 
-def draw(sampling: Sampling, position: int = 10, output_index: int = 3) -> Draw:
-    return Draw(RequestId(1), 0, 0, position, output_index, sampling)
+def sampling_row(sampling: Sampling, position: int = 10, output_index: int = 3) -> SamplingRow:
+    return SamplingRow(RequestId(1), 0, 0, position, output_index, sampling)
 
 
 def obvious_noise(seed: int, position: int, token: int) -> float:
@@ -79,16 +79,16 @@ def options() -> st.SearchStrategy[Sampling]:
 def test_the_token_is_the_one_that_the_obvious_way_gives(seed: int, sampling: Sampling, position: int) -> None:
     logits = random_logits(1, seed)
     wanted = obvious(logits[0].tolist(), sampling, position)
-    assert sample(logits, [draw(sampling, position)], ()).tolist() == [wanted]
+    assert sample(logits, [sampling_row(sampling, position)], ()).tolist() == [wanted]
 
 
 @given(st.integers(0, 10**6), st.lists(options() | st.just(Sampling()), min_size=2, max_size=8))
 @settings(deadline=None)
 def test_a_row_alone_is_the_row_in_any_batch(seed: int, wishes: list[Sampling]) -> None:
     logits = random_logits(len(wishes), seed)
-    draws = [draw(sampling, position=row) for row, sampling in enumerate(wishes)]
-    together = sample(logits.clone(), draws, (7,)).tolist()
-    alone = [sample(logits[row : row + 1].clone(), [draws[row]], (7,)).item() for row in range(len(wishes))]
+    sampling_rows = [sampling_row(sampling, position=row) for row, sampling in enumerate(wishes)]
+    together = sample(logits.clone(), sampling_rows, (7,)).tolist()
+    alone = [sample(logits[row : row + 1].clone(), [sampling_rows[row]], (7,)).item() for row in range(len(wishes))]
     assert together == alone
 
 
@@ -96,13 +96,13 @@ def test_greedy_takes_the_best_and_of_equals_the_first() -> None:
     logits = torch.zeros(3, VOCABULARY)
     logits[0, 30] = 1.0
     logits[1, [5, 9]] = 2.0
-    assert sample(logits, [draw(Sampling())] * 3, ()).tolist() == [30, 5, 0]
+    assert sample(logits, [sampling_row(Sampling())] * 3, ()).tolist() == [30, 5, 0]
 
 
 def test_equal_logits_under_filters_keep_the_order_of_the_vocabulary() -> None:
     """So that what `top_k` keeps among equals does not depend on the sort of a device."""
     wishes = [Sampling(temperature=1.0, top_k=3, seed=seed) for seed in range(64)]
-    tokens = sample(torch.zeros(64, VOCABULARY), [draw(wish) for wish in wishes], ()).tolist()
+    tokens = sample(torch.zeros(64, VOCABULARY), [sampling_row(wish) for wish in wishes], ()).tolist()
     assert set(tokens) == {0, 1, 2}
 
 
@@ -110,12 +110,14 @@ def test_equal_logits_under_filters_keep_the_order_of_the_vocabulary() -> None:
 def test_the_tightest_cuts_are_greedy(cut: dict[str, float]) -> None:
     logits = random_logits(100, 1)
     wishes = [Sampling(**{"temperature": 1.0, **cut}, seed=seed) for seed in range(100)]  # type: ignore[arg-type]
-    assert torch.equal(sample(logits.clone(), [draw(wish) for wish in wishes], ()), logits.argmax(-1))
+    assert torch.equal(sample(logits.clone(), [sampling_row(wish) for wish in wishes], ()), logits.argmax(-1))
 
 
 def test_tiny_and_huge_temperatures_stay_finite() -> None:
     logits = random_logits(2, 2, spread=1e4)
-    tokens = sample(logits.clone(), [draw(Sampling(temperature=t, seed=1)) for t in (1e-300, 1e300)], ()).tolist()
+    tokens = sample(
+        logits.clone(), [sampling_row(Sampling(temperature=t, seed=1)) for t in (1e-300, 1e300)], ()
+    ).tolist()
     assert tokens[0] == logits[0].argmax()
     assert 0 <= tokens[1] < VOCABULARY
 
@@ -125,7 +127,7 @@ def test_only_seed_and_position_decide() -> None:
 
     def token(seed: int, position: int, output_index: int = 3) -> int:
         sampling = Sampling(temperature=1.0, seed=seed)
-        drawn = Draw(RequestId(seed * 7 + output_index), output_index, 0, position, output_index, sampling)
+        drawn = SamplingRow(RequestId(seed * 7 + output_index), output_index, 0, position, output_index, sampling)
         return int(sample(logits.clone(), [drawn], ()).item())
 
     for position in range(20):
@@ -138,8 +140,8 @@ def test_tokens_come_as_often_as_they_are_probable() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
     count = 20_000
     probabilities = (logits.double() / 0.8).softmax(-1)
-    draws = [draw(Sampling(temperature=0.8, seed=9), position=position) for position in range(count)]
-    tokens = Counter(sample(logits.expand(count, -1).clone(), draws, ()).tolist())
+    sampling_rows = [sampling_row(Sampling(temperature=0.8, seed=9), position=position) for position in range(count)]
+    tokens = Counter(sample(logits.expand(count, -1).clone(), sampling_rows, ()).tolist())
     chi = sum((tokens[i] - count * p) ** 2 / (count * p) for i, p in enumerate(probabilities.tolist()))
     assert chi < 18.5, "beyond the 99.9th percentile for four degrees of freedom"
 
@@ -149,7 +151,7 @@ def test_rule_stop_order_no_end_before_min_tokens() -> None:
     logits[0, 7], logits[0, 8], logits[0, 9] = 3.0, 2.0, 1.0
 
     def token(index: int, **wish: object) -> int:
-        drawn = draw(Sampling(min_tokens=3, **wish), output_index=index)  # type: ignore[arg-type]
+        drawn = sampling_row(Sampling(min_tokens=3, **wish), output_index=index)  # type: ignore[arg-type]
         return int(sample(logits.clone(), [drawn], (7,)).item())
 
     assert [token(index) for index in range(5)] == [8, 8, 8, 7, 7]
@@ -165,7 +167,7 @@ def test_what_is_forbidden_to_one_row_is_not_to_another() -> None:
     logits = torch.zeros(2, VOCABULARY)
     logits[:, 7] = 3.0
     logits[:, 8] = 2.0
-    assert sample(logits, [draw(Sampling(min_tokens=9)), draw(Sampling())], (7,)).tolist() == [8, 7]
+    assert sample(logits, [sampling_row(Sampling(min_tokens=9)), sampling_row(Sampling())], (7,)).tolist() == [8, 7]
 
 
 @pytest.mark.parametrize(
@@ -175,8 +177,8 @@ def test_what_is_forbidden_to_one_row_is_not_to_another() -> None:
 def test_rule_errors_stay_alone_a_row_that_is_not_finite_fails_alone(sampling: Sampling, value: float) -> None:
     logits = random_logits(3, 4)
     logits[1] = value
-    wanted = sample(logits[[0, 2]].clone(), [draw(sampling)] * 2, ()).tolist()
-    first, bad, last = sample(logits, [draw(sampling)] * 3, ()).tolist()
+    wanted = sample(logits[[0, 2]].clone(), [sampling_row(sampling)] * 2, ()).tolist()
+    first, bad, last = sample(logits, [sampling_row(sampling)] * 3, ()).tolist()
     assert bad == -1
     assert [first, last] == wanted
 
@@ -186,20 +188,20 @@ def test_one_bad_number_is_enough_to_fail_a_row(value: float) -> None:
     logits = random_logits(1, 5)
     logits[0, 30] = value
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, top_p=0.5, seed=1)):
-        assert sample(logits.clone(), [draw(sampling)], ()).tolist() == [-1]
+        assert sample(logits.clone(), [sampling_row(sampling)], ()).tolist() == [-1]
 
 
 def test_tokens_of_no_probability_are_never_chosen() -> None:
     logits = torch.full((300, VOCABULARY), -math.inf)
     logits[:, [3, 40]] = 0.0
     wishes = [Sampling(temperature=1.0, top_p=(1.0, 0.99)[seed % 2], seed=seed) for seed in range(300)]
-    assert set(sample(logits, [draw(wish) for wish in wishes], ()).tolist()) == {3, 40}
+    assert set(sample(logits, [sampling_row(wish) for wish in wishes], ()).tolist()) == {3, 40}
 
 
 def test_half_precision_logits_are_sampled_as_float32() -> None:
     logits = random_logits(4, 6).bfloat16()
-    draws = [draw(Sampling(temperature=1.0, seed=seed, top_k=seed * 5)) for seed in range(4)]
-    assert torch.equal(sample(logits.clone(), draws, ()), sample(logits.float(), draws, ()))
+    sampling_rows = [sampling_row(Sampling(temperature=1.0, seed=seed, top_k=seed * 5)) for seed in range(4)]
+    assert torch.equal(sample(logits.clone(), sampling_rows, ()), sample(logits.float(), sampling_rows, ()))
 
 
 def numbers(seeds: list[int], positions: list[int], tokens: list[int]) -> list[float]:
@@ -266,13 +268,13 @@ def test_noise_is_the_obvious_one(seed: int, position: int, tokens: list[int]) -
     np.testing.assert_allclose(noise(key(seed, position), np.array(tokens)), obvious_ones, rtol=1e-13, atol=1e-13)
 
 
-def mixed(count: int, seed: int) -> list[Draw]:
+def mixed(count: int, seed: int) -> list[SamplingRow]:
     """Rows of every kind beside each other."""
     chance = random.Random(seed)
     wishes = [
         Sampling(
             temperature=chance.choice([0.0, 0.3, 1.0, 5.0]),
-            top_k=chance.choice([0, 0, 1, 40, FEW, FEW + 1, 10**6]),
+            top_k=chance.choice([0, 0, 1, 40, TOP_K_PICKED_MAX, TOP_K_PICKED_MAX + 1, 10**6]),
             top_p=chance.choice([1.0, 1.0, 0.99, 0.6, 0.01]),
             min_tokens=chance.choice([0, 0, 9]),
             seed=chance.getrandbits(64),
@@ -281,7 +283,7 @@ def mixed(count: int, seed: int) -> list[Draw]:
         )
         for _ in range(count)
     ]
-    return [draw(wish, position=chance.randrange(10**6)) for wish in wishes]
+    return [sampling_row(wish, position=chance.randrange(10**6)) for wish in wishes]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -294,12 +296,12 @@ def test_every_mixture_is_what_the_plain_sampler_says(
     monkeypatch.setattr(sampling_module, "ELEMENTS_MAX", at_once)
     logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(seed)) * 3
     logits = (logits * 4).round() / 4 if rounded else logits
-    draws = mixed(40, seed)
+    sampling_rows = mixed(40, seed)
     expected = [
         benchmark("numpy_sampling").choose(row.numpy().copy(), one, (7, 8))
-        for row, one in zip(logits, draws, strict=True)
+        for row, one in zip(logits, sampling_rows, strict=True)
     ]
-    assert sample(logits, draws, (7, 8)).tolist() == expected
+    assert sample(logits, sampling_rows, (7, 8)).tolist() == expected
 
 
 class Operations(TorchDispatchMode):
@@ -317,16 +319,16 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("size", [1, 40])
 def test_nobody_waits_while_tokens_are_chosen(size: int) -> None:
-    draws = mixed(size, 3)
+    sampling_rows = mixed(size, 3)
     with Operations() as seen:
-        sample(torch.randn(size, 3000), draws, (7, 8))
+        sample(torch.randn(size, 3000), sampling_rows, (7, 8))
     assert seen.names
 
 
 def test_only_what_is_asked_for_is_computed() -> None:
     def operations(*wishes: Sampling) -> set[str]:
         with Operations() as seen:
-            sample(torch.randn(len(wishes), 3000), [draw(wish) for wish in wishes], ())
+            sample(torch.randn(len(wishes), 3000), [sampling_row(wish) for wish in wishes], ())
         return set(seen.names)
 
     greedy, hot = Sampling(), Sampling(temperature=1.0, seed=1)
@@ -357,11 +359,11 @@ class Made(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": FEW, "top_p": 0.9}])
+@pytest.mark.parametrize("options", [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": TOP_K_PICKED_MAX, "top_p": 0.9}])
 def test_the_memory_that_is_said_to_be_needed_is_enough(options: dict[str, float]) -> None:
     rows, vocabulary = 8, 20_000
     wish = Sampling(temperature=1.0, **options)  # type: ignore[arg-type]  # by name
     with Made() as made:
-        sample(torch.randn(rows, vocabulary), [draw(wish)] * rows, ())
+        sample(torch.randn(rows, vocabulary), [sampling_row(wish)] * rows, ())
     assert 0.2 * peak_bytes(rows, vocabulary) < made.bytes() - 4 * rows * vocabulary < peak_bytes(rows, vocabulary)
     assert peak_bytes(100_000, vocabulary) == peak_bytes(10_000, vocabulary), "more rows are treated in pieces"

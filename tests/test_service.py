@@ -27,7 +27,7 @@ from scheduling import (
 from support import Core, expected_output
 
 from cuelight import errors
-from cuelight.actors.intake.departures import DepartureRate
+from cuelight.actors.intake.departures import CompletionRate
 from cuelight.actors.intake.refusal import Refused
 from cuelight.actors.intake.service import PRIORITY_MAX, check_tenant, parse_service
 from cuelight.actors.scheduler.deadlines import RequestDeadlines
@@ -236,7 +236,7 @@ async def test_a_full_queue_says_when_there_is_room() -> None:
 
 
 def test_the_pace_of_those_who_leave() -> None:
-    rate = DepartureRate()
+    rate = CompletionRate()
     assert rate.seconds_for(1) is None
     rate.note(5, now=10.0)
     assert rate.seconds_for(1) is None, "one moment says nothing of a pace"

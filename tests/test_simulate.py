@@ -15,8 +15,8 @@ import pytest
 from cuelight import trial
 from cuelight.actors.cache.actor import CacheManager
 from cuelight.actors.cache.host import HostSlots
-from cuelight.actors.cache.tables import Tables
-from cuelight.actors.detokenizer.actor import Detokenizer, _Stream
+from cuelight.actors.cache.tables import BlockTables
+from cuelight.actors.detokenizer.actor import Detokenizer, _TextStream
 from cuelight.actors.executor.stub import StubDevice
 from cuelight.actors.intake.actor import Intake
 from cuelight.actors.intake.ledger import Ledger
@@ -92,7 +92,7 @@ def _confuses_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The detokenizer gives the fourth token of each request for its neighbour in the vocabulary."""
     push = Detokenizer._push
 
-    def confusing(self: Detokenizer, request_id: RequestId, stream: _Stream, token_id: int) -> None:
+    def confusing(self: Detokenizer, request_id: RequestId, stream: _TextStream, token_id: int) -> None:
         push(self, request_id, stream, token_id + (stream.position == 3))
 
     monkeypatch.setattr(Detokenizer, "_push", confusing)
@@ -100,13 +100,13 @@ def _confuses_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache manager forgets to take blocks back from every fifth request."""
-    release = Tables.release
+    release = BlockTables.release
 
-    def forgetting(self: Tables, filled: Filled) -> None:
+    def forgetting(self: BlockTables, filled: Filled) -> None:
         if filled.request_id % 5:
             release(self, filled)
 
-    monkeypatch.setattr(Tables, "release", forgetting)
+    monkeypatch.setattr(BlockTables, "release", forgetting)
 
 
 def _ends_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,11 +184,14 @@ def _blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def _forgets_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler is rebuilt with the wrong tokens."""
 
-    def remembered(self: Ledger, life: int, policy: SetPolicy | None, histories: object) -> RestoreState:
-        return original(self, life, policy, tuple((i, (*tokens[:-1], 97)) for i, tokens in histories if tokens))
+    def restore_state(
+        self: Ledger, life: int, policy: SetPolicy | None, histories: object, *, has_served: bool
+    ) -> RestoreState:
+        wrong = tuple((i, (*tokens[:-1], 97)) for i, tokens in histories if tokens)
+        return original(self, life, policy, wrong, has_served=has_served)
 
-    original = Ledger.remembered
-    monkeypatch.setattr(Ledger, "remembered", remembered)
+    original = Ledger.restore_state
+    monkeypatch.setattr(Ledger, "restore_state", restore_state)
 
 
 def _crowd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +204,7 @@ def _crowd(monkeypatch: pytest.MonkeyPatch) -> None:
 def _trusts_every_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache manager counts on copies that an executor was told to make before it died."""
     _crowd(monkeypatch)
-    monkeypatch.setattr(HostSlots, "forget_doubtful", lambda self: self._doubtful.clear())
+    monkeypatch.setattr(HostSlots, "forget_unconfirmed", lambda self: self._unconfirmed.clear())
 
 
 def _trusts_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +212,7 @@ def _trusts_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     _crowd(monkeypatch)
 
     def kept(self: CacheManager, message: Reset) -> HostSlots:
-        self._tables.host.forget_doubtful()
+        self._tables.host.forget_unconfirmed()
         return self._tables.host
 
     monkeypatch.setattr(CacheManager, "_kept_slots", kept)

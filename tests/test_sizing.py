@@ -18,8 +18,8 @@ from cuelight.actors.executor.model.loading import load
 from cuelight.actors.executor.model.sampling import peak_bytes
 from cuelight.actors.executor.model.sizing import (
     GRAPH_BYTES,
-    Budget,
-    HostMemory,
+    MemoryBudget,
+    SystemMemory,
     count_blocks,
     gib,
     measure,
@@ -80,7 +80,7 @@ def test_the_pool_takes_what_weights_steps_and_graphs_leave_over() -> None:
     step, decode = works(memory, "step", "decode")
     budget = measure(memory, 0.9, step, sampling=GIB, decode=decode, graph_count=10)
     graphs = 2 * GIB + 10 * GRAPH_BYTES
-    assert budget == Budget(100 * GIB, 0.9, used=19 * GIB, weights=16 * GIB, step=5 * GIB, graphs=graphs)
+    assert budget == MemoryBudget(100 * GIB, 0.9, used=19 * GIB, weights=16 * GIB, step=5 * GIB, graphs=graphs)
     assert budget.pool == 90 * GIB - 19 * GIB - 5 * GIB - graphs
     # The peak is of the work alone, and what the allocator kept of it is given back before memory is looked at.
     assert memory.calls == ["begin", "step", "peak", "begin", "decode", "peak", "begin"]
@@ -94,7 +94,7 @@ def test_sampling_counts_where_it_takes_more_than_the_forward_pass() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    budget = Budget(24 * GIB, 0.5, used=10 * GIB, weights=9 * GIB, step=GIB, graphs=GIB)
+    budget = MemoryBudget(24 * GIB, 0.5, used=10 * GIB, weights=9 * GIB, step=GIB, graphs=GIB)
     assert budget.pool == 0
     with pytest.raises(CannotLoad) as raised:
         count_blocks(options(tmp_path), 1 << 20, budget)
@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
         "by the weights), a step takes up to 1.00 GiB and graphs 1.00 GiB; 0.00 MiB are left for the KV cache, of "
         "which a block takes 1048576 bytes"
     )
-    roomy = Budget(24 * GIB, 0.5, used=10 * GIB, weights=9 * GIB, step=GIB, graphs=0)
+    roomy = MemoryBudget(24 * GIB, 0.5, used=10 * GIB, weights=9 * GIB, step=GIB, graphs=0)
     assert count_blocks(options(tmp_path), 1 << 20, roomy) == 1024
 
 
@@ -198,7 +198,7 @@ def test_phases_are_timed_one_by_one(folder: Path) -> None:
 
 def test_the_hosts_free_memory_is_what_the_system_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = memory_of(torch.device("cpu"))
-    assert isinstance(memory, HostMemory) and not memory.is_measured
+    assert isinstance(memory, SystemMemory) and not memory.is_measured
     assert 0 < memory.free() <= memory.total()
     meminfo = tmp_path / "meminfo"
     monkeypatch.setattr(sizing, "MEMINFO", meminfo)

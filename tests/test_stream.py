@@ -15,11 +15,11 @@ import transformers
 from checked_streams import Checked, CheckedStream, watch_staging
 from tiny_models import GROUPED, Driver, Pipeline, greedy_alone, options, random_prompts, save
 
-from cuelight.actors.executor.batch import Batch, Rows
+from cuelight.actors.executor.batch import Batch, DeviceRows
 from cuelight.actors.executor.model.loading import LoadedModel, load
-from cuelight.actors.executor.runner import Flight, ModelBatch, ModelRunner
+from cuelight.actors.executor.runner import ModelBatch, ModelRunner, PendingStep
 from cuelight.actors.executor.staging import Staging, StagingPool
-from cuelight.actors.executor.stream import CudaStream, Event, Stream, Streams, ThreadStream
+from cuelight.actors.executor.stream import CudaStream, DeviceEvent, DeviceStream, DeviceStreams, ThreadStream
 from cuelight.messages.executor import ExecuteStep
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.cuda])
@@ -39,7 +39,7 @@ class Pair:
     def __init__(self, kind: str) -> None:
         needs_cuda(kind)
         self._checked = Checked(0)
-        self.streams: tuple[Stream, Stream]
+        self.streams: tuple[DeviceStream, DeviceStream]
         match kind:
             case "threads":
                 self.streams = ThreadStream("test a"), ThreadStream("test b")
@@ -49,7 +49,7 @@ class Pair:
             case "cuda":
                 self.streams = CudaStream(torch.device("cuda")), CudaStream(torch.device("cuda"))
 
-    def wait(self, stream: Stream) -> None:
+    def wait(self, stream: DeviceStream) -> None:
         with self._checked.waiting():
             stream.record().wait()
 
@@ -175,7 +175,7 @@ def test_rule_device_tokens_steps_in_flight_give_what_each_prompt_gives_alone(ki
     folder, prompts, expected = tiny
     loaded = load(options(folder, device="cuda" if kind == "cuda" else "cpu"))
     for seed in range(3):
-        streams = Streams.threads() if kind == "threads" else None
+        streams = DeviceStreams.threads() if kind == "threads" else None
         runner = ModelRunner(loaded, streams, debug_poison=True)
         pipeline = Pipeline(runner, prompts, seed)
         pipeline.run(output_tokens=8)
@@ -233,7 +233,7 @@ def too_early(patches: pytest.MonkeyPatch) -> None:
     """Memory comes back as soon as the step is launched."""
     run = ModelRunner.run
 
-    def launched(runner: ModelRunner, batch: ModelBatch) -> Flight:
+    def launched(runner: ModelRunner, batch: ModelBatch) -> PendingStep:
         runner._staging.give_back(batch.staging)
         return run(runner, batch)
 
@@ -242,8 +242,8 @@ def too_early(patches: pytest.MonkeyPatch) -> None:
 
 
 def not_waiting_for_the_last(patches: pytest.MonkeyPatch) -> None:
-    made = Flight.__init__
-    patches.setattr(Flight, "__init__", lambda flight, batch, events, pool: made(flight, batch, events[:-1], pool))
+    made = PendingStep.__init__
+    patches.setattr(PendingStep, "__init__", lambda flight, batch, events, pool: made(flight, batch, events[:-1], pool))
 
 
 def waiting_to_prepare(patches: pytest.MonkeyPatch) -> None:
@@ -268,9 +268,9 @@ def tokens_in_another_stream(patches: pytest.MonkeyPatch) -> None:
     """The rows' tokens are kept on the way back, which is not the way on which they are fed."""
     fetch, index_copy = Staging.fetch, torch.Tensor.index_copy_
 
-    def kept(staging: Staging, stream: Stream, computed: Event) -> Event | None:
+    def kept(staging: Staging, stream: DeviceStream, computed: DeviceEvent) -> DeviceEvent | None:
         event = fetch(staging, stream, computed)
-        slots, tokens = staging.on_device("drawn slots"), staging.results()[: len(staging.on_device("drawn slots"))]
+        slots, tokens = staging.on_device("sampled slots"), staging.results()[: len(staging.on_device("sampled slots"))]
         stream.enqueue(lambda: index_copy(runners[0]._last_tokens, 0, slots, tokens))
         return event
 
@@ -317,14 +317,14 @@ def test_a_broken_rule_is_seen(broken: str, tiny: Tiny, monkeypatch: pytest.Monk
 def test_a_row_that_is_fed_the_token_of_one_that_is_gone_is_seen(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every slot is freed at once, so what is fed is always stale."""
     folder, prompts, _ = tiny
-    prepare = Rows.prepare
+    prepare = DeviceRows.prepare
 
-    def freeing(rows: Rows, step: ExecuteStep) -> Batch:
+    def freeing(rows: DeviceRows, step: ExecuteStep) -> Batch:
         batch = prepare(rows, step)
         batch.freed_slots += batch.fed_slots
         return batch
 
-    monkeypatch.setattr(Rows, "prepare", freeing)
+    monkeypatch.setattr(DeviceRows, "prepare", freeing)
     loaded = load(options(folder))
     with pytest.raises(AssertionError, match="no step is fed a token of a row that is gone"):
         Pipeline(ModelRunner(loaded, debug_poison=True), prompts, 1).run(output_tokens=4)
@@ -346,7 +346,7 @@ def test_a_step_that_raises_is_told_where_it_is_waited_for_and_the_next_is_sound
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, prompts, expected = tiny
-    runner = ModelRunner(load(options(folder)), Streams.threads())
+    runner = ModelRunner(load(options(folder)), DeviceStreams.threads())
     driver = Driver(runner, prompts, seed=1)
     first, second = (runner.prepare(driver._planned([(index, len(prompts[index]))])) for index in (0, 1))
     forward = ModelRunner._forward
@@ -367,7 +367,7 @@ def test_a_step_that_raises_is_told_where_it_is_waited_for_and_the_next_is_sound
 
 def test_a_step_that_is_dropped_costs_no_more_than_its_own_memory(tiny: Tiny) -> None:
     folder, prompts, expected = tiny
-    runner = ModelRunner(load(options(folder)), Streams.threads(), debug_poison=True)
+    runner = ModelRunner(load(options(folder)), DeviceStreams.threads(), debug_poison=True)
     void = Driver(runner, prompts, seed=1)
     for index in range(3):
         runner.prepare(void._planned([(index, 1)]))
@@ -379,7 +379,7 @@ def test_a_step_that_is_dropped_costs_no_more_than_its_own_memory(tiny: Tiny) ->
 
 
 def test_staging_holds_any_arrays_and_grows(tiny: Tiny) -> None:
-    streams, pool = Streams.threads(), StagingPool(torch.device("cpu"), is_shared=False)
+    streams, pool = DeviceStreams.threads(), StagingPool(torch.device("cpu"), is_shared=False)
     for size in (0, 1, 5, 3, 1000, 7):
         staging = pool.take()
         arrays = {

@@ -11,7 +11,7 @@ from attention_cases import SCALING, Case, Paged, check
 from tiny_models import Driver, greedy_alone, options, random_prompts, save
 from transformers import PreTrainedConfig
 
-from cuelight.actors.executor.model.attention_triton import ITEM, MERGE, Triton
+from cuelight.actors.executor.model.attention_triton import ITEM, MERGE, TritonBackend
 from cuelight.actors.executor.model.backends import choose, planner_for
 from cuelight.actors.executor.model.loading import load
 from cuelight.actors.executor.runner import ModelRunner
@@ -19,11 +19,11 @@ from cuelight.actors.executor.runner import ModelRunner
 CPU = torch.device("cpu")
 
 
-def triton_backend(case: Case, device: torch.device, span: int | None, processors: int = 1) -> Triton:
+def triton_backend(case: Case, device: torch.device, span: int | None, processors: int = 1) -> TritonBackend:
     """As it is chosen, but for how keys are divided."""
     from cuelight.actors.executor.model.triton_kernels import TritonKernels
 
-    return Triton(TritonKernels(), planner_for(case.needs(device), processors, span), device)
+    return TritonBackend(TritonKernels(), planner_for(case.spec(device), processors, span), device)
 
 
 def kernels_are_right(case: Case, span: int | None, device: torch.device = CPU) -> None:
@@ -36,14 +36,14 @@ def a_row_is_the_same_in_any_company(case: Case, span: int, device: torch.device
     backend = triton_backend(case, device, span)
     k, v = paged.new(paged.keys[0]), paged.new(paged.values[0])
     together = backend.step(paged.pool, paged.batch).attend(0, paged.q, k, v, SCALING)
-    for sequence in paged.batch.sequences:
-        mine = slice(sequence.start, sequence.stop)
+    for chunk in paged.batch.chunks:
+        mine = slice(chunk.start, chunk.stop)
         batch = dataclasses.replace(
             paged.batch,
             token_ids=paged.batch.token_ids[mine],
             blocks=paged.batch.blocks[mine],
             offsets=paged.batch.offsets[mine],
-            sequences=[dataclasses.replace(sequence, start=0, stop=sequence.stop - sequence.start)],
+            chunks=[dataclasses.replace(chunk, start=0, stop=chunk.stop - chunk.start)],
         )
         alone = backend.step(paged.pool, batch).attend(0, paged.q[mine], k[mine], v[mine], SCALING)
         assert torch.equal(alone, together[mine])
@@ -81,7 +81,7 @@ def outputs_are_those_of_transformers(config: PreTrainedConfig, device: str = "c
 
 
 def chosen(case: Case) -> str:
-    return choose("triton", case.needs(CPU), None).name
+    return choose("triton", case.spec(CPU), None).name
 
 
 def compiled(capability: int, type_name: str, case: Case, rows: int) -> int:

@@ -7,7 +7,7 @@ from typing import assert_never
 
 from cuelight.actors.cache.host import HostSlots
 from cuelight.actors.cache.pool import BlockPool
-from cuelight.actors.cache.tables import Tables
+from cuelight.actors.cache.tables import BlockTables
 from cuelight.kernel import Actor, get_logger
 from cuelight.messages import scheduler
 from cuelight.messages.address import Address
@@ -27,14 +27,14 @@ class CacheManager(Actor[CacheMessage]):
     def __init__(self, observer: Address[BlockFigures], watermark_fraction: float) -> None:
         self._observer = observer
         self._watermark_fraction = watermark_fraction
-        self._tables = Tables(BlockPool(1), 1, watermark_fraction)
+        self._tables = BlockTables(BlockPool(1), 1, watermark_fraction)
         self._has_blocks = False
         self._host_memory = 0
         self._evictions_before = 0
         self._tokens_looked_up = 0
         self._tokens_found = 0
         self._copied: Counter[CopyKind] = Counter()
-        self._told = BlockFigures()
+        self._reported = BlockFigures()
 
     def handle(self, message: CacheMessage) -> None:
         if not self._has_blocks and not isinstance(message, Reset):
@@ -52,8 +52,8 @@ class CacheManager(Actor[CacheMessage]):
             case _:
                 assert_never(message)
         figures = self._figures()
-        if figures != self._told or isinstance(message, Reset):
-            self._told = figures
+        if figures != self._reported or isinstance(message, Reset):
+            self._reported = figures
             self._observer.tell(figures)
 
     def _reserve(self, message: Reserve) -> None:
@@ -77,7 +77,7 @@ class CacheManager(Actor[CacheMessage]):
         for batch in copies:
             self._copied[batch.copying] += len(batch.sources)
             if batch.copying is CopyKind.SAVE:
-                self._tables.host.doubt(batch.targets, message.round)
+                self._tables.host.mark_unconfirmed(batch.targets, message.round)
         message.reply_to.tell(scheduler.Granted(message.round, tuple(grants), tuple(refused), tuple(deferred), copies))
 
     def _admit(
@@ -108,7 +108,7 @@ class CacheManager(Actor[CacheMessage]):
         self._evictions_before += self._tables.pool.evictions
         pool = BlockPool(message.block_count)
         kept = self._kept_slots(message)
-        self._tables = Tables(pool, message.block_size, self._watermark_fraction, message.host, kept)
+        self._tables = BlockTables(pool, message.block_size, self._watermark_fraction, message.host, kept)
         self._host_memory = message.host.memory
         if message.host.block_count > self._tables.host.total:
             _log.info(
@@ -124,7 +124,7 @@ class CacheManager(Actor[CacheMessage]):
             return None
         slots = self._tables.host
         slots.confirm(message.copies_done)
-        slots.forget_doubtful()
+        slots.forget_unconfirmed()
         _log.info("host_memory_kept", blocks=slots.used_count)
         return slots
 

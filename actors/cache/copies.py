@@ -8,7 +8,7 @@ from __future__ import annotations
 from cuelight.messages.request import BlockCopies, CopyKind
 
 
-class _Batch:
+class _CopyBatch:
     """Copies of one kind that may be made in any order, or all at once: none writes what another reads or writes."""
 
     __slots__ = ("copying", "read", "sources", "targets", "written")
@@ -21,7 +21,7 @@ class _Batch:
         self.written: set[int] = set()
 
 
-class Copies:
+class CopyBatches:
     """Gathers copies in the order in which they must seem to happen, and gives them out in few batches.
 
     A copy joins the latest batch of its kind that nothing in between, nor the batch itself, bars it from: neither may
@@ -29,7 +29,7 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self._batches: list[_Batch] = []
+        self._batches: list[_CopyBatch] = []
 
     def add(self, copying: CopyKind, source: int, target: int) -> None:
         """`source` and `target` are blocks of the pool, or slots of host memory, as the kind of copy has it."""
@@ -43,13 +43,13 @@ class Copies:
         batch.read.add(read)
         batch.written.add(written)
 
-    def _batch_for(self, copying: CopyKind, read: int, written: int) -> _Batch:
+    def _batch_for(self, copying: CopyKind, read: int, written: int) -> _CopyBatch:
         for batch in reversed(self._batches):
             if written in batch.written or written in batch.read or read in batch.written:
                 break
             if batch.copying is copying:
                 return batch
-        batch = _Batch(copying)
+        batch = _CopyBatch(copying)
         self._batches.append(batch)
         return batch
 

@@ -12,7 +12,7 @@ from hashlib import sha256
 _ROOT = bytes(32)
 
 
-class Chain:
+class HashChain:
     """A growing token sequence and the digests of its full blocks, each computed once, when first asked for.
 
     A digest covers the block's tokens and, through its parent, every token before them, so equal digests mean equal
@@ -36,11 +36,11 @@ class Chain:
     def extend(self, token_ids: Iterable[int]) -> None:
         self._token_ids.extend(token_ids)
 
-    def spells(self, token_ids: tuple[int, ...], salt: bytes = b"") -> bool:
+    def matches(self, token_ids: tuple[int, ...], salt: bytes = b"") -> bool:
         """Whether the sequence is exactly `token_ids`, with this salt."""
         return salt == self._salt and len(token_ids) == len(self._token_ids) and self._token_ids == list(token_ids)
 
-    def agrees(self, other: Chain, token_count: int) -> bool:
+    def shares_prefix(self, other: HashChain, token_count: int) -> bool:
         """Whether both begin with the same `token_count` tokens, and have the same salt."""
         if token_count > min(len(self), len(other)) or self._salt != other._salt:
             return False

@@ -23,7 +23,7 @@ class HostSlots:
         self._spare: list[int] = []
         self._used_ever = 0
         # Slots that are saved to by copies that may not have been made, and the round of those.
-        self._doubtful: dict[int, int] = {}
+        self._unconfirmed: dict[int, int] = {}
 
     @property
     def used_count(self) -> int:
@@ -65,28 +65,28 @@ class HostSlots:
         """Every slot is free."""
         self._slots.clear()
         self._spare.clear()
-        self._doubtful.clear()
+        self._unconfirmed.clear()
         self._used_ever = 0
 
-    def doubt(self, slots: Sequence[int], round_: int) -> None:
+    def mark_unconfirmed(self, slots: Sequence[int], round_: int) -> None:
         """Blocks are saved to these slots by copies of this round, of which nobody has heard yet."""
         for slot in slots:
-            self._doubtful[slot] = round_
+            self._unconfirmed[slot] = round_
 
     def confirm(self, round_: int) -> None:
         """The copies of all rounds up to this one have been made."""
-        for slot in [slot for slot, doubted in self._doubtful.items() if doubted <= round_]:
-            del self._doubtful[slot]
+        for slot in [slot for slot, doubted in self._unconfirmed.items() if doubted <= round_]:
+            del self._unconfirmed[slot]
 
-    def forget_doubtful(self) -> None:
+    def forget_unconfirmed(self) -> None:
         """Slots of which nobody knows what is in them are free."""
-        for digest in [digest for digest, slot in self._slots.items() if slot in self._doubtful]:
+        for digest in [digest for digest, slot in self._slots.items() if slot in self._unconfirmed]:
             self._spare.append(self._slots.pop(digest))
-        self._doubtful.clear()
+        self._unconfirmed.clear()
 
     def check(self) -> None:
         """Walk all slots while none is pinned."""
         assert self._used_ever <= self.total, "a slot beyond host memory was used"
         held = [*self._slots.values(), *self._spare]
         assert sorted(held) == list(range(self._used_ever)), "used slots hold one block each"
-        assert self._doubtful.keys() <= set(self._slots.values()), "a slot without a block is in doubt"
+        assert self._unconfirmed.keys() <= set(self._slots.values()), "a slot without a block is in doubt"

@@ -9,8 +9,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from cuelight.actors.cache.copies import Copies
-from cuelight.actors.cache.hashing import Chain
+from cuelight.actors.cache.copies import CopyBatches
+from cuelight.actors.cache.hashing import HashChain
 from cuelight.actors.cache.host import HostSlots
 from cuelight.actors.cache.pool import BlockPool
 from cuelight.messages.cache import Admission, Filled, Growth
@@ -22,19 +22,19 @@ REFUSED_CHAINS_MAX = 16
 
 
 @dataclass(slots=True)
-class _Table:
-    chain: Chain
+class _BlockTable:
+    chain: HashChain
     blocks: list[int]
     computed_tokens: int
     full_blocks: int
     """So many leading blocks are full and computed; each of them is in the index or the duplicate of one that was."""
     found_blocks: int = 0
     """So many leading blocks somebody else had computed."""
-    is_private: bool = False
+    is_unindexed: bool = False
     """Prefixes were forgotten since it was admitted: nobody is to find its blocks, nor what it computes from them."""
 
 
-class Tables:
+class BlockTables:
     """The tables of all requests that hold blocks, over one pool of blocks of `block_size` tokens.
 
     `watermark_fraction` of the pool, rounded up, stays free after an admission, so that running requests can grow;
@@ -56,14 +56,14 @@ class Tables:
         moving_pays = host.move_seconds < block_size * host.recompute_seconds
         slot_count = host.block_count if moving_pays else 0
         self.host = kept if kept is not None and kept.total == slot_count else HostSlots(slot_count)
-        self._copies = Copies()
+        self._copies = CopyBatches()
         self._block_size = block_size
         self._watermark_blocks = math.ceil(watermark_fraction * pool.total)
-        self._tables: dict[RequestId, _Table] = {}
+        self._tables: dict[RequestId, _BlockTable] = {}
         # Blocks of known tokens that running requests have yet to compute, by digest, and who does.
-        self._promised: dict[bytes, RequestId] = {}
+        self._computing: dict[bytes, RequestId] = {}
         # Chains of refused admissions, oldest first: a retry does not hash its prompt again.
-        self._refused: dict[RequestId, Chain] = {}
+        self._refused: dict[RequestId, HashChain] = {}
 
     def is_being_computed(self, admission: Admission) -> bool:
         """Whether the first block that this request would have to compute is one that a running request computes now.
@@ -72,19 +72,19 @@ class Tables:
         waits for single tokens of the request whose other sample it is.
         """
         leader = self._leader(admission)
-        if not self._promised and leader is None:
+        if not self._computing and leader is None:
             return False
         chain = self._chain(admission)
         self._remember(admission.request_id, chain)
         next_block = len(self._find_prefix(chain))
-        if next_block < self._shareable(chain) and chain.digest(next_block) in self._promised:
+        if next_block < self._shareable(chain) and chain.digest(next_block) in self._computing:
             return True
         if leader is None:
             return False
         # One that is not as far as the hits are has other things to compute first.
         next_token = leader.computed_tokens
         is_useful = next_block * self._block_size <= next_token < len(chain) - 1
-        return is_useful and chain.agrees(leader.chain, next_token + 1)
+        return is_useful and chain.shares_prefix(leader.chain, next_token + 1)
 
     def admit(self, admission: Admission) -> Grant | None:
         """Hold blocks for all tokens, cached ones first; None if they do not all fit, and then nothing has changed.
@@ -106,11 +106,11 @@ class Tables:
         blocks = self._hold(chain, hits, block_count)
         cached_tokens = len(hits) * self._block_size
         cached_tokens += self._fork(self._leader(admission), chain, blocks, cached_tokens)
-        table = _Table(chain, blocks, cached_tokens, cached_tokens // self._block_size, len(hits))
+        table = _BlockTable(chain, blocks, cached_tokens, cached_tokens // self._block_size, len(hits))
         self._tables[request_id] = table
         self._index(table, len(hits))
         for i in range(table.full_blocks, len(chain) // self._block_size):
-            self._promised.setdefault(chain.digest(i), request_id)
+            self._computing.setdefault(chain.digest(i), request_id)
         return Grant(request_id, tuple(blocks), cached_tokens, len(blocks) * self._block_size)
 
     def grow(self, growth: Growth) -> Grant | None:
@@ -140,12 +140,12 @@ class Tables:
         if table is None:
             return
         if is_poisoned:
-            table.is_private = True
+            table.is_unindexed = True
             for block in table.blocks[table.found_blocks :]:
                 self.pool.unindex(block)
         self._fill(table, filled)
         for i in range(table.full_blocks, len(table.chain) // self._block_size):
-            self._keep_promise(filled.request_id, table.chain.digest(i))
+            self._end_computing(filled.request_id, table.chain.digest(i))
         # Where this table's block was a duplicate and the first one is gone by now, this one takes its place.
         self._index(table, 0)
         self.pool.give_back(reversed(table.blocks))
@@ -154,9 +154,9 @@ class Tables:
         """Nobody finds from now on what was computed before, nor what is computed from it. Every table stays."""
         self.pool.forget()
         self.host.forget()
-        self._promised.clear()
+        self._computing.clear()
         for table in self._tables.values():
-            table.is_private = True
+            table.is_unindexed = True
 
     def take_copies(self) -> tuple[BlockCopies, ...]:
         """What to copy, in order, before anything is written to the blocks that were granted since the last time."""
@@ -175,17 +175,17 @@ class Tables:
                     assert entries[block] == 1, f"block {block} is shared and not full"
                     assert not self.pool.is_indexed(block), f"block {block} is indexed and not full"
                 elif self.pool.is_indexed(block):
-                    assert not table.is_private, f"block {block} is indexed and was to be forgotten"
+                    assert not table.is_unindexed, f"block {block} is indexed and was to be forgotten"
                     assert self.pool.find(table.chain.digest(i)) == block, f"block {block} has a wrong digest"
-        for digest, request_id in self._promised.items():
+        for digest, request_id in self._computing.items():
             table = self._tables[request_id]
-            assert not table.is_private, f"{request_id} promised what nobody is to find"
+            assert not table.is_unindexed, f"{request_id} promised what nobody is to find"
             blocks = range(table.full_blocks, len(table.chain) // self._block_size)
             assert digest in {table.chain.digest(i) for i in blocks}, f"{request_id} promised what it has or never will"
         assert len(self._refused) <= REFUSED_CHAINS_MAX, "too many refused chains are kept"
         assert not self._refused.keys() & self._tables.keys(), "an admitted request is kept as refused"
 
-    def _fill(self, table: _Table, filled: Filled) -> None:
+    def _fill(self, table: _BlockTable, filled: Filled) -> None:
         table.chain.extend(filled.token_ids)
         request_id, computed = filled.request_id, filled.computed_tokens
         assert table.computed_tokens <= computed, f"request {request_id}: computed tokens went down"
@@ -195,22 +195,22 @@ class Tables:
         if computed // self._block_size > table.full_blocks:
             first, table.full_blocks = table.full_blocks, computed // self._block_size
             for i in range(first, table.full_blocks):
-                self._keep_promise(request_id, table.chain.digest(i))
+                self._end_computing(request_id, table.chain.digest(i))
             self._index(table, first)
 
-    def _keep_promise(self, request_id: RequestId, digest: bytes) -> None:
+    def _end_computing(self, request_id: RequestId, digest: bytes) -> None:
         """The block is computed, or will not be by this request."""
-        if self._promised.get(digest) == request_id:
-            del self._promised[digest]
+        if self._computing.get(digest) == request_id:
+            del self._computing[digest]
 
-    def _index(self, table: _Table, first: int) -> None:
-        if table.is_private:
+    def _index(self, table: _BlockTable, first: int) -> None:
+        if table.is_unindexed:
             return
         for i in range(first, table.full_blocks):
             if not self.pool.is_indexed(table.blocks[i]):
                 self.pool.index(table.blocks[i], table.chain.digest(i))
 
-    def _hold(self, chain: Chain, hits: list[int | None], block_count: int) -> list[int]:
+    def _hold(self, chain: HashChain, hits: list[int | None], block_count: int) -> list[int]:
         """The blocks of a new table, hits first; what is in host memory is loaded, and can be found at once."""
         # The hits first: taking new blocks could evict them, or save others over them in host memory.
         self.pool.touch(block for block in hits if block is not None)
@@ -231,7 +231,7 @@ class Tables:
         elif (slot := self.host.keep(digest)) is not None:
             self._copies.add(CopyKind.SAVE, block, slot)
 
-    def _fork(self, source: _Table | None, chain: Chain, blocks: list[int], start: int) -> int:
+    def _fork(self, source: _BlockTable | None, chain: HashChain, blocks: list[int], start: int) -> int:
         """Copy the block at `start` from the other sample's table; how many of its tokens need not be computed.
 
         Both write to it from there on, so it is copied before that rather than shared until then.
@@ -240,7 +240,7 @@ class Tables:
             return 0
         # One block at most, and one token is left to compute (rule `recompute-last`).
         end = min(source.computed_tokens, len(chain) - 1, start + self._block_size)
-        while end > start and not chain.agrees(source.chain, end):
+        while end > start and not chain.shares_prefix(source.chain, end):
             end -= 1
         if end <= start:
             return 0
@@ -248,26 +248,26 @@ class Tables:
         self._copies.add(CopyKind.FORK, source.blocks[block], blocks[block])
         return end - start
 
-    def _leader(self, admission: Admission) -> _Table | None:
+    def _leader(self, admission: Admission) -> _BlockTable | None:
         """The table of the request whose other sample this one is, if its contents can be used."""
         if admission.sample_of is None:
             return None
         table = self._tables.get(admission.sample_of)
-        return None if table is None or table.is_private else table
+        return None if table is None or table.is_unindexed else table
 
-    def _chain(self, admission: Admission) -> Chain:
+    def _chain(self, admission: Admission) -> HashChain:
         kept = self._refused.pop(admission.request_id, None)
         # A preempted request may have gained tokens since it was refused.
-        if kept is not None and kept.spells(admission.token_ids, admission.salt):
+        if kept is not None and kept.matches(admission.token_ids, admission.salt):
             return kept
-        return Chain(admission.token_ids, self._block_size, admission.salt)
+        return HashChain(admission.token_ids, self._block_size, admission.salt)
 
-    def _remember(self, request_id: RequestId, chain: Chain) -> None:
+    def _remember(self, request_id: RequestId, chain: HashChain) -> None:
         self._refused[request_id] = chain
         if len(self._refused) > REFUSED_CHAINS_MAX:
             del self._refused[next(iter(self._refused))]
 
-    def _find_prefix(self, chain: Chain) -> list[int | None]:
+    def _find_prefix(self, chain: HashChain) -> list[int | None]:
         """The blocks that hold the beginning of this sequence; None for one that is only in host memory."""
         hits: list[int | None] = []
         for i in range(self._shareable(chain)):
@@ -278,7 +278,7 @@ class Tables:
             hits.append(block)
         return hits
 
-    def _shareable(self, chain: Chain) -> int:
+    def _shareable(self, chain: HashChain) -> int:
         """Return how many leading blocks may come from the prefix cache (rule `recompute-last`)."""
         return (len(chain) - 1) // self._block_size
 

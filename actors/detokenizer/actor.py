@@ -31,7 +31,7 @@ from cuelight.messages.intake import DetokenizerStarted, Finished, Opened, Strea
 from cuelight.messages.request import FailureCause, FinishReason, RequestId
 from cuelight.messages.scheduler import Closed, GetHistories, IntakeStarted, StopMatched
 
-IntakeNews: TypeAlias = DetokenizerStarted | Finished
+ToIntake: TypeAlias = DetokenizerStarted | Finished
 """What intake hears of the detokenizer's own accord."""
 
 _INTERRUPTS = (KeyboardInterrupt, SystemExit)
@@ -41,7 +41,7 @@ _log = get_logger("cuelight.detokenizer")
 
 
 @dataclass(slots=True)
-class _Stream:
+class _TextStream:
     """One client's output: the tokens it was given. None is taken after a match or a failure."""
 
     client: Address[Chunk | End]
@@ -87,14 +87,14 @@ class Detokenizer(Actor[DetokenizerMessage]):
         context: Context[DetokenizerMessage],
         decode: Decode,
         scheduler: Address[StopMatched | GetHistories | Closed],
-        intake: Address[IntakeNews],
+        intake: Address[ToIntake],
     ) -> None:
         self._life = context.chance.getrandbits(32)
         self._decode = decode
         self._byte_tokens = decode.byte_tokens if isinstance(decode, Decoder) else frozenset[int]()
         self._scheduler = scheduler
         self._intake = intake
-        self._streams: dict[RequestId, _Stream] = {}
+        self._streams: dict[RequestId, _TextStream] = {}
         self._has_all_streams = False
 
     @property
@@ -114,13 +114,13 @@ class Detokenizer(Actor[DetokenizerMessage]):
             case RequestEnded():
                 self._end(message)
             case Histories():
-                self._recall(message)
+                self._restore(message)
             case DropStream() | RetainStreams() | IntakeStarted() | Reopened() | GetStreams():
-                self._hear_of_streams(message)
+                self._handle_streams(message)
             case _:
                 assert_never(message)
 
-    def _hear_of_streams(self, message: DropStream | RetainStreams | IntakeStarted | Reopened | GetStreams) -> None:
+    def _handle_streams(self, message: DropStream | RetainStreams | IntakeStarted | Reopened | GetStreams) -> None:
         match message:
             case DropStream(request_id):
                 self._streams.pop(request_id, None)
@@ -148,7 +148,7 @@ class Detokenizer(Actor[DetokenizerMessage]):
             if stream is not None and position == len(stream.token_ids):
                 self._push(request_id, stream, token_id)
 
-    def _recall(self, histories: Histories) -> None:
+    def _restore(self, histories: Histories) -> None:
         for request_id, token_ids in histories.live:
             self._catch_up(request_id, token_ids)
         for ended, token_ids in histories.ended:
@@ -159,7 +159,7 @@ class Detokenizer(Actor[DetokenizerMessage]):
         request_id = message.request_id
         if request_id not in self._streams:
             text = IncrementalText(self._decode, self._byte_tokens)
-            self._streams[request_id] = _Stream(message.client, text, StopMatcher(message.stop), message.min_tokens)
+            self._streams[request_id] = _TextStream(message.client, text, StopMatcher(message.stop), message.min_tokens)
         self._catch_up(request_id, message.output)
         message.reply_to.tell(Opened(request_id))
 
@@ -171,7 +171,7 @@ class Detokenizer(Actor[DetokenizerMessage]):
                 if stream.over:
                     return
 
-    def _push(self, request_id: RequestId, stream: _Stream, token_id: int) -> None:
+    def _push(self, request_id: RequestId, stream: _TextStream, token_id: int) -> None:
         was_over = stream.over
         if was_over:  # of which the scheduler may never have heard
             self._scheduler.tell(StopMatched(request_id, stream.position))
@@ -203,7 +203,7 @@ class Detokenizer(Actor[DetokenizerMessage]):
         self._scheduler.tell(Closed((request_id,)))
 
 
-def _finish(stream: _Stream, ended: RequestEnded) -> None:
+def _finish(stream: _TextStream, ended: RequestEnded) -> None:
     """Give out the text still held back, then the end. A stop string that matched is why the request ended."""
     text = ""
     if not stream.over:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_Decode: TypeAlias = Callable[[list[int]], str]
+_DecodeIds: TypeAlias = Callable[[list[int]], str]
 
 
 class Decoder:
@@ -19,7 +19,7 @@ class Decoder:
     `byte_tokens` are the ids of byte fallback: what they mean depends on the run of them that they stand in.
     """
 
-    def __init__(self, decode: _Decode, vocabulary: dict[str, int]) -> None:
+    def __init__(self, decode: _DecodeIds, vocabulary: dict[str, int]) -> None:
         self._decode = decode
         self._id_limit = max(vocabulary.values(), default=-1) + 1
         self.byte_tokens = _byte_tokens(decode, vocabulary)
@@ -47,7 +47,7 @@ def load_decoder(folder: Path) -> Decoder:
     return Decoder(decode, tokenizer.get_vocab())  # type: ignore[no-untyped-call]  # transformers leaves it untyped
 
 
-def load_kept_decoder(file: Path) -> Decoder:
+def load_cached_decoder(file: Path) -> Decoder:
     """Load a tokenizer that transformers has built and that was kept in this file. Raises what a bad file raises."""
     from tokenizers import Tokenizer
 
@@ -58,7 +58,7 @@ def _of_backend(backend: Tokenizer) -> Decoder:
     return Decoder(partial(backend.decode, skip_special_tokens=True), backend.get_vocab())
 
 
-def _byte_tokens(decode: _Decode, vocabulary: dict[str, int]) -> frozenset[int]:
+def _byte_tokens(decode: _DecodeIds, vocabulary: dict[str, int]) -> frozenset[int]:
     """The ids of `<0x00>` to `<0xFF>`, if the tokenizer decodes them as bytes and not as the text of their names."""
     lone_continuation = vocabulary.get("<0x80>")
     if lone_continuation is None or decode([lone_continuation]) != "\ufffd":

@@ -11,7 +11,7 @@ from typing import Generic, Never, TypeAlias, TypeVar, assert_never
 import msgspec
 
 from cuelight.actors.executor.device import Device, DeviceLost, Pending
-from cuelight.actors.executor.phases import Phases
+from cuelight.actors.executor.phases import LoadPhases
 from cuelight.kernel import Actor, Context, Worker, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.executor import ExecuteStep, ExecutorMessage, GetExecutorState
@@ -23,7 +23,7 @@ B = TypeVar("B")
 log = get_logger("cuelight.executor")
 
 
-class _Loaded(msgspec.Struct, frozen=True, tag=True):
+class _DeviceLoaded(msgspec.Struct, frozen=True, tag=True):
     """The device is there."""
 
     block_count: int
@@ -38,7 +38,7 @@ class _PhaseBegun(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-class _LoadFailed(msgspec.Struct, frozen=True, tag=True):
+class _DeviceLoadFailed(msgspec.Struct, frozen=True, tag=True):
     """There will be no device."""
 
     error: str
@@ -72,11 +72,13 @@ class _Lost(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-ExecutorInbox: TypeAlias = ExecutorMessage | _PhaseBegun | _Loaded | _LoadFailed | _Prepared | _Launched | _Read | _Lost
+ExecutorInbox: TypeAlias = (
+    ExecutorMessage | _PhaseBegun | _DeviceLoaded | _DeviceLoadFailed | _Prepared | _Launched | _Read | _Lost
+)
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _UnreadStep:
     """What the device still works at for one step: its copies, then the step itself, unless that is decided."""
 
     copies: list[Pending[None]]
@@ -110,7 +112,7 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         self._unread = 0  # steps that the reading thread has been given
         self._device: Device[B] | None = None
         self._prepared: deque[Callable[[], StepDone | Pending[StepDone]]] = deque()
-        self._flights: deque[_Flight] = deque()
+        self._unread_steps: deque[_UnreadStep] = deque()
         self._void = (-1, 0)  # epoch and number of a step that failed: what comes after it in the epoch is void
         self._copying = False  # and still true after a copy that failed
 
@@ -146,11 +148,11 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
                 if isinstance(self._state, ExecutorLoading):  # the device's own thread may have been faster
                     self._state = ExecutorLoading(f"loading the model: {name}", self._id)
                     self._scheduler.tell(self._state)
-            case _Loaded(block_count, block_size, host, phases):
+            case _DeviceLoaded(block_count, block_size, host, phases):
                 seconds = self._clock.now() - self._began
                 self._state = ExecutorReady(block_count, block_size, host, self._life, seconds, self._id, phases)
                 self._scheduler.tell(self._state)
-            case _LoadFailed(error):
+            case _DeviceLoadFailed(error):
                 self._state = ExecutorFailed(error, self._id)
                 self._scheduler.tell(self._state)
             case GetExecutorState(reply_to):
@@ -170,10 +172,10 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
             failed=partial(self._read_failed, step),
         )
 
-    def _load_device(self) -> _Loaded:
+    def _load_device(self) -> _DeviceLoaded:
         """On the device thread."""
-        phases = Phases(self._phase_begun)
-        with phases.present():
+        phases = LoadPhases(self._phase_begun)
+        with phases.as_current():
             device = self._device = self._load()
         host = device.host
         log.info(
@@ -185,7 +187,7 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
             recompute_seconds=host.recompute_seconds,
             **phases.facts(),
         )
-        return _Loaded(device.block_count, device.block_size, host, tuple(phases.seconds.items()))
+        return _DeviceLoaded(device.block_count, device.block_size, host, tuple(phases.seconds.items()))
 
     def _phase_begun(self, name: str) -> None:
         """On the device thread, or another one that loads. The reading thread, which has nothing to do yet, says it."""
@@ -217,7 +219,7 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
             result = self._fail(step, error, contents_lost=False)  # unless a copy fails too
         if isinstance(result, StepDone | StepFailed) and not copies:
             return result
-        self._flights.append(_Flight(copies, result))
+        self._unread_steps.append(_UnreadStep(copies, result))
         return None
 
     def _launch_failed(self, step: ExecuteStep, error: Exception) -> _Launched | _Lost:
@@ -229,11 +231,11 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
 
     def _read(self, step: _Launched) -> StepDone | StepFailed:
         """On the reading thread. Whatever fails, the device is through with the step afterwards."""
-        flight = self._flights.popleft()
-        errors = [error for copies in flight.copies if (error := _error_of(copies)) is not None]
+        unread = self._unread_steps.popleft()
+        errors = [error for copies in unread.copies if (error := _error_of(copies)) is not None]
         outcome: StepDone | StepFailed
         try:
-            outcome = flight.result if isinstance(flight.result, StepDone | StepFailed) else flight.result.wait()
+            outcome = unread.result if isinstance(unread.result, StepDone | StepFailed) else unread.result.wait()
         except DeviceLost:
             raise
         except Exception as error:
@@ -276,7 +278,7 @@ def _raise(error: BaseException) -> Never:
     raise error
 
 
-def _load_failure(error: Exception) -> _LoadFailed:
+def _load_failure(error: Exception) -> _DeviceLoadFailed:
     """On the device thread."""
     log.error("load_failed", error=repr(error))
-    return _LoadFailed(str(error) or repr(error))
+    return _DeviceLoadFailed(str(error) or repr(error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -49,7 +49,7 @@ class _DeviceRow:
 
 # The next two might be frozen, but there is one for each row of each step, and that takes three times as long.
 @dataclass(slots=True)
-class Sequence:
+class BatchChunk:
     """One chunk in the batch: tokens `start:stop` of the flat batch end at `context_length` tokens of its row."""
 
     start: int
@@ -59,7 +59,7 @@ class Sequence:
 
 
 @dataclass(slots=True)
-class Draw:
+class SamplingRow:
     """One row that samples: from the logits of flat token `index`, the token at `position` of its text."""
 
     request_id: RequestId
@@ -88,13 +88,13 @@ class Batch:
     offsets: Ints
     fed: list[int] = field(default_factory=list)
     fed_slots: list[int] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
-    draws: list[Draw] = field(default_factory=list)
+    chunks: list[BatchChunk] = field(default_factory=list)
+    sampling_rows: list[SamplingRow] = field(default_factory=list)
     freed_slots: list[int] = field(default_factory=list)
 
-    def done(self, token_ids: Many[int]) -> StepDone:
-        """The answer to the step, from one token for each of `draws`; a row with a negative one has failed."""
-        sampled = [(draw.request_id, token_id) for draw, token_id in zip(self.draws, token_ids, strict=True)]
+    def done(self, token_ids: Sequence[int]) -> StepDone:
+        """The answer to the step, from a token for each of `sampling_rows`; a negative one is that of a failed row."""
+        sampled = [(row.request_id, token_id) for row, token_id in zip(self.sampling_rows, token_ids, strict=True)]
         return StepDone(
             self.epoch,
             self.step,
@@ -104,7 +104,7 @@ class Batch:
         )
 
 
-class Rows:
+class DeviceRows:
     """The requests in the device's batch, each in a slot of its own."""
 
     def __init__(self, block_size: int) -> None:
@@ -208,11 +208,13 @@ class Rows:
             assert end == row.length and end - max(begin, len(row.known)) == 1, "one sampled token at a time"
             batch.fed.append(stop - 1)
             batch.fed_slots.append(row.slot)
-        batch.sequences.append(Sequence(start, stop, end, row.block_ids[: -(-end // self._block_size)]))
+        batch.chunks.append(BatchChunk(start, stop, end, row.block_ids[: -(-end // self._block_size)]))
         row.computed = end
         if end == row.length:
             output_index = end - row.prompt_tokens
-            batch.draws.append(Draw(chunk.request_id, row.slot, stop - 1, end, output_index, row.sampling))
+            batch.sampling_rows.append(
+                SamplingRow(chunk.request_id, row.slot, stop - 1, end, output_index, row.sampling)
+            )
             row.length += 1
 
     @property

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cuelight.actors.executor.actor import Executor, ExecutorInbox
 from cuelight.actors.executor.device import Device
-from cuelight.actors.executor.lasting import Claim, LastingMemory
-from cuelight.actors.executor.phases import phases_of_start
+from cuelight.actors.executor.lasting import HostMemoryClaim, HostMemoryFile
+from cuelight.actors.executor.phases import current_phases
 from cuelight.kernel import Context, Role
 from cuelight.messages.request import ExecutorId
 from cuelight.messages.scheduler import SchedulerMessage
@@ -24,22 +24,22 @@ B = TypeVar("B")
 
 def build_executor(
     load: Callable[..., Device[B]],
-    lasting: LastingMemory | None,
+    host_memory: HostMemoryFile | None,
     scheduler: Role[SchedulerMessage],
     executor_id: ExecutorId,
     context: Context[ExecutorInbox],
 ) -> Executor[B]:
-    """The executor of this life, whose device `load` gives, from its claim on `lasting` memory if there is some.
+    """The executor of this life, whose device `load` gives; its argument is a claim on `host_memory`, if there is some.
 
     With `load` bound to a function of a module, picklable.
     """
-    load = load if lasting is None else partial(load, lasting.claim())
+    load = load if host_memory is None else partial(load, host_memory.claim())
     return Executor(context, load, context.find(scheduler), executor_id)
 
 
-def load_model(options: LoadOptions, lasting: Claim | None = None) -> Device[Batch]:
+def load_model(options: LoadOptions, host_memory: HostMemoryClaim | None = None) -> Device[Batch]:
     """The model on its device. Imports whatever decodes it only now. Blocks. Raises CannotLoad."""
-    with phases_of_start(options.now)("imports"):
+    with current_phases(options.now)("imports"):
         from cuelight.actors.executor import loading
 
-    return loading.load_device(replace(options, lasting=lasting))
+    return loading.load_device(replace(options, host_memory=host_memory))

@@ -1,4 +1,4 @@
-"""Memory that outlives executors: one after another finds there what the one before has left.
+"""Host memory that outlives executors: each finds there what the executor before it has saved.
 
 Knows bytes and who may use them; nothing of blocks.
 """
@@ -29,9 +29,9 @@ _COSTS_AT: Final = _AGE_AT + _AGE.size
 log = get_logger("cuelight.executor")
 
 
-class LastingMemory:
-    """A file without a name in the system's memory: it is there until `close`, or as long as this object, and then
-    until nobody has it open any more.
+class HostMemoryFile:
+    """A file without a name in the system's memory. It exists until `close` or the end of this object, and beyond that
+    for as long as a process has it open.
 
     Executors have it one after another, on threads or in processes: pickled, this says where the file is to be found.
     """
@@ -51,17 +51,17 @@ class LastingMemory:
         self._turn = 0
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[Callable[..., LastingMemory], tuple[str, tuple[int, int], int]]:
+    def __reduce__(self) -> tuple[Callable[..., HostMemoryFile], tuple[str, tuple[int, int], int]]:
         return _found, (self._path, self._identity, self.number)
 
     def close(self) -> None:
         """Give it back. Harmless when done twice, and for those that have it open."""
         self._give_back()
 
-    def claim(self) -> Claim:
+    def claim(self) -> HostMemoryClaim:
         """For one more executor; those before it can use it no longer. Waits for nothing."""
         self._turn += 1
-        return Claim(self, self._turn)
+        return HostMemoryClaim(self, self._turn)
 
     @contextmanager
     def used(self, turn: int) -> Iterator[None]:
@@ -85,13 +85,13 @@ class LastingMemory:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What one executor has of lasting memory, from its beginning on."""
+class HostMemoryClaim:
+    """The right of one executor to use a host memory file, from its start on."""
 
-    memory: LastingMemory
+    memory: HostMemoryFile
     turn: int
 
-    def open(self, byte_count: int, contents: str) -> LastingBytes | None:
+    def open(self, byte_count: int, contents: str) -> HostMemoryMapping | None:
         """So many bytes; None, and a warning, where they are not to be had.
 
         What the executors before have left is found if they said the same of their `contents`. Raises RuntimeError
@@ -102,16 +102,16 @@ class Claim:
         except (OSError, ValueError, OverflowError) as error:
             log.warning("host_memory_does_not_last", reason=str(error))
             return None
-        return LastingBytes(self, mapped, contents)
+        return HostMemoryMapping(self, mapped, contents)
 
 
-class LastingBytes:
+class HostMemoryMapping:
     """`data`, and before it what tells whether that is of use to the next executor.
 
     `number` tells these contents from any others: it is another one each time that they are begun.
     """
 
-    def __init__(self, claim: Claim, mapped: mmap.mmap, contents: str) -> None:
+    def __init__(self, claim: HostMemoryClaim, mapped: mmap.mmap, contents: str) -> None:
         self._claim, self._mapped = claim, mapped
         self._mark = hashlib.sha256(contents.encode()).digest()
         self.data = memoryview(mapped)[HEADER_BYTES:]
@@ -141,14 +141,14 @@ class LastingBytes:
         return msgspec.structs.replace(tier, memory=self.number)
 
 
-def in_use(lasting: LastingBytes | None) -> AbstractContextManager[None]:
-    """As the method; memory that is nobody else's can always be used."""
-    return nullcontext() if lasting is None else lasting.in_use()
+def in_use(host_memory: HostMemoryMapping | None) -> AbstractContextManager[None]:
+    """As the method; without a mapping the memory belongs to this executor alone."""
+    return nullcontext() if host_memory is None else host_memory.in_use()
 
 
-def _found(path: str, identity: tuple[int, int], number: int) -> LastingMemory:
+def _found(path: str, identity: tuple[int, int], number: int) -> HostMemoryFile:
     """In a process that does not own it."""
-    memory = LastingMemory.__new__(LastingMemory)
+    memory = HostMemoryFile.__new__(HostMemoryFile)
     memory._be(path, identity, number, give_back=lambda: None)
     return memory
 

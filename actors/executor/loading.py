@@ -9,7 +9,7 @@ from cuelight.actors.executor.batch import Batch
 from cuelight.actors.executor.device import Device
 from cuelight.actors.executor.native import loading as native
 from cuelight.actors.executor.options import CannotLoad, LoadOptions, may_have_gpu
-from cuelight.actors.executor.phases import phases_of_start
+from cuelight.actors.executor.phases import current_phases
 from cuelight.kernel import get_logger
 
 log = get_logger("cuelight.executor")
@@ -32,7 +32,7 @@ def load_device(options: LoadOptions) -> Device[Batch]:
             log.warning("native_decoder_unsuitable", instead="transformers", reason=str(reason))
     elif wanted:
         raise CannotLoad(f"{wanted} runs on the CPU only: give device='cpu', not {options.device!r}")
-    with phases_of_start(options.now)("imports"):
+    with current_phases(options.now)("imports"):
         from cuelight.actors.executor.runner import load_runner
 
     return load_runner(options)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuelight.actors.executor.lasting import Claim, LastingBytes
+from cuelight.actors.executor.lasting import HostMemoryClaim, HostMemoryMapping
 
 KV_BYTES_MAX_DEFAULT = 2 << 30
 MEMORY_SHARE_DEFAULT = 0.25
@@ -29,8 +29,8 @@ class LoadOptions:
     2 GiB, and with the native decoder no more than `pool_tokens` need, or of CUDA's what everything else leaves over of
     `memory_fraction`. `host_kv_cache_bytes` wins over `host_block_count`. Steps have `token_budget` tokens of
     `running_max` requests at most. What takes how long is measured by `now`, in seconds. Compiled code is kept in
-    `code_folder`, if there is one; `eager` compiles none of the model's own, None decides by the device. Blocks in host
-    memory are kept in what is `lasting`, if there is something.
+    `code_folder`, if there is one; `eager` compiles none of the model's own, None decides by the device. `host_memory`,
+    if there is a claim, holds the blocks in host memory.
     """
 
     folder: Path
@@ -53,7 +53,7 @@ class LoadOptions:
     running_max: int = 64
     memory_fraction: float = 0.9
     eager: bool | None = None
-    lasting: Claim | None = None
+    host_memory: HostMemoryClaim | None = None
 
     def blocks(self, block_bytes: int, budget: int) -> int:
         """Blocks of the pool; by default as many as `budget` bytes hold. Raises CannotLoad."""
@@ -79,13 +79,13 @@ class LoadOptions:
             raise CannotLoad(f"{asked}: one takes {block_bytes} bytes")
         return self.host_kv_cache_bytes // block_bytes
 
-    def lasting_bytes(self, byte_count: int, *how: object) -> LastingBytes | None:
-        """Memory that lasts for keys and values of this model as it is now, which are stored so; None for private."""
-        if self.lasting is None or not byte_count:
+    def map_host_memory(self, byte_count: int, *how: object) -> HostMemoryMapping | None:
+        """Map host memory for keys and values of this model as it is now, stored as `how` says; None if unclaimed."""
+        if self.host_memory is None or not byte_count:
             return None
         files = [(file.name, file.stat()) for file in self.folder.iterdir() if file.is_file()]
         model = sorted([(name, status.st_size, status.st_mtime_ns) for name, status in files])
-        return self.lasting.open(byte_count, repr((self.folder, model, self.quantization, self.block_size, how)))
+        return self.host_memory.open(byte_count, repr((self.folder, model, self.quantization, self.block_size, how)))
 
 
 def may_have_gpu() -> bool:

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Self
 
 
-class Phases:
+class LoadPhases:
     """Seconds by name, as a clock tells that is given by `timed_by`; `begun` is told of each phase as it begins."""
 
     def __init__(self, begun: Callable[[str], object] = lambda _: None) -> None:
@@ -32,25 +32,25 @@ class Phases:
             self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - began
 
     @contextmanager
-    def present(self) -> Iterator[None]:
+    def as_current(self) -> Iterator[None]:
         """Whatever is loaded within is a part of this start."""
-        token = _present.set(self)
+        token = _current.set(self)
         try:
             yield
         finally:
-            _present.reset(token)
+            _current.reset(token)
 
     def facts(self) -> dict[str, float]:
         """For the log."""
         return phase_facts(self.seconds.items())
 
 
-_present: ContextVar[Phases] = ContextVar("phases")
+_current: ContextVar[LoadPhases] = ContextVar("phases")
 
 
-def phases_of_start(now: Callable[[], float]) -> Phases:
+def current_phases(now: Callable[[], float]) -> LoadPhases:
     """Those of the start that is under way here, or new ones where nobody waits to hear of them."""
-    return _present.get(Phases()).timed_by(now)
+    return _current.get(LoadPhases()).timed_by(now)
 
 
 def phase_facts(seconds: Iterable[tuple[str, float]]) -> dict[str, float]:

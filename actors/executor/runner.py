@@ -18,24 +18,24 @@ from typing import assert_never
 import numpy as np
 import torch
 
-from cuelight.actors.executor.batch import Batch, Ints, Rows
+from cuelight.actors.executor.batch import Batch, DeviceRows, Ints
 from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.model.attention import Attention, attending
 from cuelight.actors.executor.model.graphs import (
     SIZES,
+    AttentionPlan,
     Capture,
     CudaGraphs,
     DecodeGraphs,
-    Plan,
     PlanningBackend,
     sizes_up_to,
 )
 from cuelight.actors.executor.model.loading import LoadedModel, load
 from cuelight.actors.executor.model.sampling import SamplingPlan, choose
 from cuelight.actors.executor.options import LoadOptions
-from cuelight.actors.executor.phases import phases_of_start
+from cuelight.actors.executor.phases import current_phases
 from cuelight.actors.executor.staging import Numbers, Staging, StagingPool
-from cuelight.actors.executor.stream import Event, Streams, ThreadStream
+from cuelight.actors.executor.stream import DeviceEvent, DeviceStreams, ThreadStream
 from cuelight.kernel import get_logger
 from cuelight.messages.executor import ExecuteStep
 from cuelight.messages.request import BlockCopies, CopyKind, HostTier
@@ -61,10 +61,10 @@ class ModelBatch(Batch):
     staging: Staging
     sampling: SamplingPlan
     slot_count: int
-    plan: Plan | None = None
+    plan: AttentionPlan | None = None
     size: int | None = None
     attention: Attention | None = None
-    moved: Event | None = None
+    moved: DeviceEvent | None = None
 
 
 class ModelRunner:
@@ -77,7 +77,7 @@ class ModelRunner:
     def __init__(
         self,
         loaded: LoadedModel,
-        streams: Streams | None = None,
+        streams: DeviceStreams | None = None,
         graphs: DecodeGraphs | None = None,
         *,
         debug_poison: bool | None = None,
@@ -90,7 +90,7 @@ class ModelRunner:
         self._streams = streams or _streams(loaded.device)
         self._graphs = graphs
         self._debugs = DEBUG_VARIABLE in os.environ if debug_poison is None else debug_poison
-        self._rows = Rows(loaded.pool.block_size)
+        self._rows = DeviceRows(loaded.pool.block_size)
         self._staging = StagingPool(loaded.device, is_shared=self._streams.prepare is None)
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=loaded.device)
 
@@ -117,7 +117,7 @@ class ModelRunner:
 
     def prepare(self, step: ExecuteStep) -> Batch:
         """Lay out one step on the host, and send it to the device."""
-        with _told_apart():
+        with _typed_failures():
             return self._prepare(step)
 
     def _prepare(self, step: ExecuteStep) -> ModelBatch:
@@ -126,7 +126,7 @@ class ModelRunner:
         prepared = ModelBatch(
             **vars(batch),
             staging=self._staging.take(),
-            sampling=SamplingPlan.of(batch.draws, self._loaded.eos_token_ids),
+            sampling=SamplingPlan.of(batch.sampling_rows, self._loaded.eos_token_ids),
             slot_count=max(self._rows.slot_count, 1 + max(batch.freed_slots, default=-1)),
             plan=None if self._planning is None else self._planning.plan(batch, size),
             size=size,
@@ -135,7 +135,7 @@ class ModelRunner:
         arrays.update(prepared.sampling.arrays)
         if prepared.plan is not None:
             arrays["attention"] = prepared.plan.numbers
-        prepared.staging.fill(arrays, len(batch.draws) + self._debugs)
+        prepared.staging.fill(arrays, len(batch.sampling_rows) + self._debugs)
         self._send(prepared)
         return prepared
 
@@ -151,12 +151,12 @@ class ModelRunner:
             stream.enqueue(attend)
         batch.moved = batch.staging.send(stream)
 
-    def copy(self, copies: BlockCopies) -> Event:
+    def copy(self, copies: BlockCopies) -> DeviceEvent:
         """Copy whole blocks, before what is computed later."""
         assert copies.copying is CopyKind.FORK or self._loaded.host is not None, (
             "blocks are moved only where there is memory for them"
         )
-        with _told_apart():
+        with _typed_failures():
             self._streams.compute.enqueue(partial(self._copy, copies))
         return self._streams.compute.record()
 
@@ -175,37 +175,37 @@ class ModelRunner:
             case _:
                 assert_never(copies.copying)
 
-    def run(self, batch: Batch) -> Flight:
+    def run(self, batch: Batch) -> PendingStep:
         """One forward pass and one sampled token for each row that reached its end. Waits for nothing."""
         assert isinstance(batch, ModelBatch), "batches come from `prepare`"
         compute, staging = self._streams.compute, batch.staging
         if batch.moved is not None:
             compute.follow(batch.moved)
-        with _told_apart():
+        with _typed_failures():
             compute.enqueue(partial(self._compute, batch))
         computed = compute.record()
         fetched = staging.fetch(self._streams.read, computed)
         events = [event for event in (batch.moved, computed, fetched) if event is not None]
-        return Flight(batch, events, self._staging)
+        return PendingStep(batch, events, self._staging)
 
     @torch.inference_mode()
     def _compute(self, batch: ModelBatch) -> None:
         """In the computing stream."""
         self._make_room(batch.slot_count)
-        on_device, draws = batch.staging.on_device, len(batch.draws)
+        on_device, samples = batch.staging.on_device, len(batch.sampling_rows)
         results = batch.staging.results()
         if self._debugs and batch.freed_slots:
             self._last_tokens.index_fill_(0, on_device("freed slots"), POISON)
         if batch.fed:
             self._feed(batch, results)
         elif self._debugs:
-            results[draws:].zero_()
+            results[samples:].zero_()
         logits = self._forward(batch)
-        if draws:
+        if samples:
             token_ids = choose(logits, batch.sampling, on_device)
-            results[:draws].copy_(token_ids)
+            results[:samples].copy_(token_ids)
             # A row without a usable token is ended by the scheduler; until then any valid id will do.
-            self._last_tokens.index_copy_(0, on_device("drawn slots"), token_ids.clamp_(min=0))
+            self._last_tokens.index_copy_(0, on_device("sampled slots"), token_ids.clamp_(min=0))
 
     def _feed(self, batch: ModelBatch, results: torch.Tensor) -> None:
         fed = self._last_tokens.index_select(0, batch.staging.on_device("fed slots"))
@@ -215,14 +215,14 @@ class ModelRunner:
         batch.staging.on_device("token ids").index_copy_(0, batch.staging.on_device("fed"), fed)
 
     def _forward(self, batch: ModelBatch) -> torch.Tensor:
-        """Logits [draws, vocabulary] of the tokens to sample after; partial chunks have none (rule `partial-chunk`)."""
+        """Logits [samples, vocabulary] after which to sample; partial chunks have none (rule `partial-chunk`)."""
         on_device = batch.staging.on_device
         token_ids, positions = on_device("token ids"), on_device("positions")
         if batch.size is not None:
             assert self._graphs is not None and batch.plan is not None, "who padded the step has graphs"
             return self._graphs.run(batch.plan.key, batch.size, token_ids, positions, on_device("attention"))
         with attending(self._attention(batch)):
-            return self._loaded.forward(token_ids[None], positions[None], on_device("drawn"))
+            return self._loaded.forward(token_ids[None], positions[None], on_device("sampled"))
 
     def _attention(self, batch: ModelBatch) -> Attention:
         if batch.attention is not None:
@@ -237,10 +237,10 @@ class ModelRunner:
             self._last_tokens = torch.cat([self._last_tokens, fresh])
 
 
-class Flight:
+class PendingStep:
     """A step on its way through the device."""
 
-    def __init__(self, batch: ModelBatch, events: list[Event], staging: StagingPool) -> None:
+    def __init__(self, batch: ModelBatch, events: list[DeviceEvent], staging: StagingPool) -> None:
         self._batch, self._events, self._staging = batch, events, staging
 
     def wait(self) -> StepDone:
@@ -255,14 +255,16 @@ class Flight:
         results = [] if error else batch.staging.fetched()
         self._staging.give_back(batch.staging)
         if error is not None:
-            with _told_apart():
+            with _typed_failures():
                 raise error
-        assert len(results) == len(batch.draws) or results.pop() == 0, "no step is fed a token of a row that is gone"
+        assert len(results) == len(batch.sampling_rows) or results.pop() == 0, (
+            "no step is fed a token of a row that is gone"
+        )
         return batch.done(results)
 
 
 @contextmanager
-def _told_apart() -> Iterator[None]:
+def _typed_failures() -> Iterator[None]:
     """What torch raises, as the kinds of failure that a device knows of."""
     try:
         yield
@@ -277,20 +279,20 @@ def _slots(batch: Batch) -> dict[str, Ints]:
     return {
         "fed": np.array(batch.fed, np.int64),
         "fed slots": np.array(batch.fed_slots, np.int64),
-        "drawn": np.array([draw.index for draw in batch.draws], np.int64),
-        "drawn slots": np.array([draw.slot for draw in batch.draws], np.int64),
+        "sampled": np.array([row.index for row in batch.sampling_rows], np.int64),
+        "sampled slots": np.array([row.slot for row in batch.sampling_rows], np.int64),
         "freed slots": np.array(batch.freed_slots, np.int64),
     }
 
 
-def _streams(device: torch.device, compute: ThreadStream | None = None) -> Streams:
+def _streams(device: torch.device, compute: ThreadStream | None = None) -> DeviceStreams:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # what has been loaded so far was loaded in another stream
-        return Streams.cuda(device)
+        return DeviceStreams.cuda(device)
     compute = compute or ThreadStream("cuelight compute")
     if device.type == "cpu":
-        return Streams(compute)
-    return Streams(compute, ThreadStream("cuelight prepare"), ThreadStream("cuelight read"))
+        return DeviceStreams(compute)
+    return DeviceStreams(compute, ThreadStream("cuelight prepare"), ThreadStream("cuelight read"))
 
 
 def graphs_of(loaded: LoadedModel, capture: Capture, sizes: Sequence[int] = SIZES) -> DecodeGraphs | None:
@@ -321,7 +323,7 @@ def load_runner(options: LoadOptions) -> ModelRunner:
         graphs = graphs_of(loaded, CudaGraphs(), sizes_up_to(min(options.running_max, options.token_budget)))
     runner = ModelRunner(loaded, graphs=graphs)
     reserved = torch.cuda.memory_reserved(loaded.device)
-    phases = phases_of_start(options.now)
+    phases = current_phases(options.now)
     with phases("graphs"):
         runner.warm_up()
     log.info(

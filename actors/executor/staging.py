@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuelight.actors.executor.stream import Event, Stream
+from cuelight.actors.executor.stream import DeviceEvent, DeviceStream
 
 Numbers = npt.NDArray[np.int64] | npt.NDArray[np.float64] | npt.NDArray[np.int32]
 
@@ -60,7 +60,7 @@ class Staging:
         host = torch.empty(size, dtype=dtype, pin_memory=self._device.type == "cuda")
         return host, host if self._is_shared else torch.empty(size, dtype=dtype, device=self._device)
 
-    def send(self, stream: Stream | None) -> Event | None:
+    def send(self, stream: DeviceStream | None) -> DeviceEvent | None:
         """Have the arrays moved; the event says that they are there."""
         if stream is None:
             assert self._is_shared, "without a way nothing gets there"
@@ -78,7 +78,7 @@ class Staging:
         """[result_count], where the step's results are to be on the device."""
         return self._results_there[: self._result_count]
 
-    def fetch(self, stream: Stream | None, computed: Event) -> Event | None:
+    def fetch(self, stream: DeviceStream | None, computed: DeviceEvent) -> DeviceEvent | None:
         """Have the results moved to the host, once they are computed; the event says that they are there."""
         if stream is None:
             assert self._is_shared, "without a way nothing comes back"

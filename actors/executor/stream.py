@@ -18,7 +18,7 @@ import torch
 T = TypeVar("T")
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A mark in a stream."""
 
     def wait(self) -> None:
@@ -28,7 +28,7 @@ class Event(Protocol):
         """
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """Work in order. Used by one thread at a time; to have two threads give it work is to have no order."""
 
     def enqueue(self, work: Callable[[], None]) -> None:
@@ -37,10 +37,10 @@ class Stream(Protocol):
         `work` may be called at once, and then only queues what it does, or later, by another thread.
         """
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         """Mark the place behind all that came before."""
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: DeviceEvent) -> None:
         """What comes from now on is done after this mark of a stream of the same kind; its errors stay with it."""
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class ThreadEvent:
             pass
 
     def wait(self) -> None:
-        """As `Event.wait`."""
+        """As `DeviceEvent.wait`."""
         self.pause()
         if self._error is not None:
             raise self._error
@@ -83,17 +83,17 @@ class ThreadStream:
         self._end = weakref.finalize(self, self._jobs.put, None)
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """As `Stream.enqueue`; the thread calls it."""
+        """As `DeviceStream.enqueue`; the thread calls it."""
         self._jobs.put(work)
 
     def record(self) -> ThreadEvent:
-        """As `Stream.record`."""
+        """As `DeviceStream.record`."""
         event = ThreadEvent()
         self._jobs.put(event)
         return event
 
-    def follow(self, event: Event) -> None:
-        """As `Stream.follow`: the thread waits."""
+    def follow(self, event: DeviceEvent) -> None:
+        """As `DeviceStream.follow`: the thread waits."""
         assert isinstance(event, ThreadEvent), "streams of one kind follow each other"
         self._jobs.put(event.pause)
 
@@ -105,7 +105,7 @@ class ThreadStream:
         return results[0]
 
     def close(self) -> None:
-        """As `Stream.close`."""
+        """As `DeviceStream.close`."""
         self._end()
 
 
@@ -132,7 +132,7 @@ class CudaEvent:
         self._error = error
 
     def wait(self) -> None:
-        """As `Event.wait`. A device's own errors show here too, and never go away again."""
+        """As `DeviceEvent.wait`. A device's own errors show here too, and never go away again."""
         self.event.synchronize()
         if self._error is not None:
             raise self._error
@@ -146,7 +146,7 @@ class CudaStream:
         self._error: Exception | None = None
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """As `Stream.enqueue`."""
+        """As `DeviceStream.enqueue`."""
         try:
             with torch.cuda.stream(self._stream):
                 work()
@@ -154,14 +154,14 @@ class CudaStream:
             self._error = self._error or error
 
     def record(self) -> CudaEvent:
-        """As `Stream.record`."""
+        """As `DeviceStream.record`."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # whoever waits for it sleeps
         event.record(self._stream)
         error, self._error = self._error, None
         return CudaEvent(event, error)
 
-    def follow(self, event: Event) -> None:
-        """As `Stream.follow`: the device waits."""
+    def follow(self, event: DeviceEvent) -> None:
+        """As `DeviceStream.follow`: the device waits."""
         assert isinstance(event, CudaEvent), "streams of one kind follow each other"
         self._stream.wait_event(event.event)
 
@@ -170,15 +170,15 @@ class CudaStream:
 
 
 @dataclass(frozen=True)
-class Streams:
+class DeviceStreams:
     """The ways of a device: what a step needs goes there by `prepare`, its tokens come back by `read`.
 
     Neither is there where the host's memory is the device's, so that nothing has a way to go.
     """
 
-    compute: Stream
-    prepare: Stream | None = None
-    read: Stream | None = None
+    compute: DeviceStream
+    prepare: DeviceStream | None = None
+    read: DeviceStream | None = None
 
     @classmethod
     def cuda(cls, device: torch.device) -> Self:

@@ -12,9 +12,9 @@ from typing import Final, Protocol, TypeAlias, assert_never
 
 import msgspec
 
-from cuelight.actors.intake.departures import DepartureRate
-from cuelight.actors.intake.ledger import Ledger, Live, Stage
-from cuelight.actors.intake.limits import Limits, check_room
+from cuelight.actors.intake.departures import CompletionRate
+from cuelight.actors.intake.ledger import Ledger, LiveRequest, RequestStage
+from cuelight.actors.intake.limits import AdmissionLimits, check_room
 from cuelight.actors.intake.prompts import check_token_ids, text_length
 from cuelight.actors.intake.refusal import Refused
 from cuelight.actors.intake.service import check_tenant
@@ -47,7 +47,7 @@ A mailbox may hand over many submissions in one turn of the loop, so the bound i
 _log = get_logger("cuelight.intake")
 
 
-class Encoder(Protocol):
+class PromptTokenizer(Protocol):
     """What intake needs of a `PromptEncoder`. `encode` raises `Refused`; anything else is the tokenizer's fault."""
 
     def encode(self, prompt: Prompt, token_limit: int) -> tuple[int, ...]:
@@ -87,8 +87,8 @@ class Intake(Actor[IntakeInbox]):
     def __init__(  # whom it knows and what it owns, each of another type
         self,
         context: Context[IntakeInbox],
-        encoder: Encoder,
-        limits: Limits,
+        encoder: PromptTokenizer,
+        limits: AdmissionLimits,
         scheduler: Address[ToScheduler],
         detokenizer: Address[ToDetokenizer],
         observer: Address[Ready],
@@ -96,8 +96,8 @@ class Intake(Actor[IntakeInbox]):
         self._self = context.ref
         self._clock = context.clock
         self._tenants = limits.tenants
-        self._leaving = DepartureRate()
-        self._chance = context.chance
+        self._completions = CompletionRate()
+        self._rng = context.chance
         self._tokenizing = context.worker("tokenize")
         self._encoder = encoder
         self._limits = limits
@@ -109,7 +109,7 @@ class Intake(Actor[IntakeInbox]):
         self._policy: SetPolicy | None = None
         self._new_scheduler: int | None = None
         """The life of one that waits until the streams are known."""
-        self._told_scheduler: int | None = None
+        self._restored_scheduler: int | None = None
         """The life of the last one that was told what to remember."""
 
     @property
@@ -136,21 +136,21 @@ class Intake(Actor[IntakeInbox]):
             case Finished(request_ids):
                 self._finished(request_ids)
             case FailRequest():
-                self._condemn(message)
+                self._fail_request(message)
             case SetTenants(names):
                 self._tenants = names
             case SetPolicy():
                 self._policy = message
                 self._scheduler.tell(message)
             case CapacityChanged():
-                self._serve(message)
+                self._set_capacity(message)
             case ResendComplete() | DetokenizerStarted() | SchedulerStarted() | Streams():
-                self._hear_of_memory(message)
+                self._recover(message)
             case _:
                 assert_never(message)
 
-    def _hear_of_memory(self, message: ResendComplete | DetokenizerStarted | SchedulerStarted | Streams) -> None:
-        """What others have forgotten, or remember."""
+    def _recover(self, message: ResendComplete | DetokenizerStarted | SchedulerStarted | Streams) -> None:
+        """Take part in the start of another actor, or finish the own one."""
         match message:
             case ResendComplete():
                 if self._token_capacity:  # else it was meant for an intake before
@@ -162,17 +162,17 @@ class Intake(Actor[IntakeInbox]):
                 self._detokenizer.tell(GetStreams(self._self))
             case Streams(histories):
                 if self._new_scheduler is not None:
-                    self._tell_scheduler(self._new_scheduler, histories)
+                    self._restore_scheduler(self._new_scheduler, histories)
                     self._new_scheduler = None
             case _:
                 assert_never(message)
 
-    def _serve(self, serving: CapacityChanged) -> None:
-        if serving.context_length is not None:
-            self._limits = replace(self._limits, context_length=serving.context_length)
-        is_first, self._token_capacity = not self._token_capacity, serving.token_capacity
+    def _set_capacity(self, message: CapacityChanged) -> None:
+        if message.context_length is not None:
+            self._limits = replace(self._limits, context_length=message.context_length)
+        is_first, self._token_capacity = not self._token_capacity, message.token_capacity
         if is_first:
-            self._observer.tell(Ready(serving.token_capacity))
+            self._observer.tell(Ready(message.token_capacity))
 
     @property
     def _token_limit(self) -> int:
@@ -184,13 +184,13 @@ class Intake(Actor[IntakeInbox]):
             return  # in the second case it will be sent again
         try:
             if not submit.is_accepted:
-                check_room(len(self._ledger), 1, self._limits.queue_limit, self._leaving)
+                check_room(len(self._ledger), 1, self._limits.queue_limit, self._completions)
             check_stop_tokens(submit.sampling, self._limits.vocab_size)
             check_tenant(submit.service.tenant, None if submit.is_accepted else self._tenants)
         except Refused as refused:
             _reject(submit.reply_to, request_id, refused)
             return
-        live = Live(
+        live = LiveRequest(
             submit.reply_to,
             submit.sampling,
             submit.service,
@@ -201,7 +201,7 @@ class Intake(Actor[IntakeInbox]):
         )
         self._ledger[request_id] = live
         first = None if live.sample_of is None else self._ledger.get(live.sample_of)
-        if first is not None and first.stage is Stage.ENCODING:
+        if first is not None and first.stage is RequestStage.ENCODING:
             first.samples.append(request_id)
         elif first is not None and first.token_ids:
             self._encoded(request_id, first.token_ids)
@@ -232,7 +232,7 @@ class Intake(Actor[IntakeInbox]):
         except Refused as refused:
             self._refuse(request_id, refused)
             return
-        live.stage = Stage.OPENING
+        live.stage = RequestStage.OPENING
         live.token_ids = token_ids
         live.client.tell(Accepted(request_id, len(token_ids)))
         stop, min_tokens = live.sampling.stop, live.sampling.min_tokens
@@ -247,21 +247,21 @@ class Intake(Actor[IntakeInbox]):
             # It was opened again for a new detokenizer just as it ended, or by an intake that is no more.
             self._detokenizer.tell(DropStream(request_id))
             return
-        if live.stage is not Stage.OPENING:
+        if live.stage is not RequestStage.OPENING:
             return
-        if live.is_unwanted:
-            live.stage = Stage.CLOSING
+        if live.is_aborted:
+            live.stage = RequestStage.CLOSING
             ending = live.ending(request_id)
             self._detokenizer.tell(ending)
             prompt_tokens = ending.usage.prompt_tokens
             _log.info("request_finished", request_id=request_id, reason=str(ending.reason), prompt_tokens=prompt_tokens)
             return
-        live.stage = Stage.ADMITTED
+        live.stage = RequestStage.ADMITTED
         # Streams never wait for tokens that the detokenizer does not expect: it has opened this one.
         live.admit = Admit(
             request_id,
             live.token_ids,
-            self._limits.settled(live.sampling, self._token_limit, self._chance.getrandbits),
+            self._limits.settled(live.sampling, self._token_limit, self._rng.getrandbits),
             # One that was accepted by an executor with more room is the scheduler's to fail.
             max(self._token_limit, len(live.token_ids) + 1),
             self._limits.isolated(live.service),
@@ -271,11 +271,11 @@ class Intake(Actor[IntakeInbox]):
         )
         self._scheduler.tell(live.admit)
 
-    def _tell_scheduler(self, life: int, histories: tuple[tuple[RequestId, tuple[int, ...]], ...]) -> None:
+    def _restore_scheduler(self, life: int, histories: tuple[tuple[RequestId, tuple[int, ...]], ...]) -> None:
         """It is new: it knows of no request."""
-        has_served = self._token_capacity > 0 and self._told_scheduler not in (None, life)
-        self._told_scheduler = life
-        self._scheduler.tell(self._ledger.remembered(life, self._policy, histories, has_served=has_served))
+        has_served = self._token_capacity > 0 and self._restored_scheduler not in (None, life)
+        self._restored_scheduler = life
+        self._scheduler.tell(self._ledger.restore_state(life, self._policy, histories, has_served=has_served))
 
     def _open_again(self, life: int) -> None:
         """The detokenizer is new: it knows of no stream."""
@@ -284,7 +284,7 @@ class Intake(Actor[IntakeInbox]):
                 self._detokenizer.tell(live.open)
         self._detokenizer.tell(Reopened(life))
         for request_id, live in self._ledger.items():
-            if live.stage is Stage.CLOSING:
+            if live.stage is RequestStage.CLOSING:
                 self._detokenizer.tell(live.ending(request_id))
         if self._new_scheduler is not None:
             self._detokenizer.tell(GetStreams(self._self))
@@ -294,33 +294,33 @@ class Intake(Actor[IntakeInbox]):
             live = self._ledger.get(request_id)
             if live is None:
                 continue
-            if live.stage in (Stage.ENCODING, Stage.OPENING):
+            if live.stage in (RequestStage.ENCODING, RequestStage.OPENING):
                 # It was sent again just before its end came, to which nothing is left but to close the stream again.
-                live.is_unwanted = True
+                live.is_aborted = True
             else:
                 del self._ledger[request_id]
-                self._leaving.note(1, self._clock.now())
+                self._completions.note(1, self._clock.now())
 
     def _cancel(self, request_id: RequestId) -> None:
         live = self._ledger.get(request_id)
         if live is None:
             self._scheduler.tell(Abort(request_id))  # which may have it from an intake before
-        elif not live.is_unwanted:
+        elif not live.is_aborted:
             # One that is not admitted yet goes on to the next message about it: its stream is then closed in order.
-            live.is_unwanted = True
-            if live.stage is Stage.ADMITTED:
+            live.is_aborted = True
+            if live.stage is RequestStage.ADMITTED:
                 self._scheduler.tell(Abort(request_id))
 
-    def _condemn(self, condemn: FailRequest) -> None:
-        live = self._ledger.get(condemn.request_id)
+    def _fail_request(self, message: FailRequest) -> None:
+        live = self._ledger.get(message.request_id)
         if live is not None:
-            live.is_unwanted, live.error = True, condemn.error
-        if live is None or live.stage is Stage.ADMITTED:
-            self._scheduler.tell(condemn)
+            live.is_aborted, live.error = True, message.error
+        if live is None or live.stage is RequestStage.ADMITTED:
+            self._scheduler.tell(message)
         if live is None:  # and whoever has a stream of it ends that
             failure = FailureCause.ACTOR_CRASHES
             ended = RequestEnded(
-                condemn.request_id, FinishReason.FAILED, Usage(), 0.0, 0, condemn.error, failure=failure
+                message.request_id, FinishReason.FAILED, Usage(), 0.0, 0, message.error, failure=failure
             )
             self._detokenizer.tell(ended)
 

@@ -1,4 +1,4 @@
-"""How fast requests leave, from those that left last: what a refused client is told of when to try again."""
+"""How fast requests have been finishing, for the time after which a refused client may try again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 WINDOW: Final = 64
 
 
-class DepartureRate:
+class CompletionRate:
     """The moments at which the last 64 requests were finished."""
 
     def __init__(self) -> None:

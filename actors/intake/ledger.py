@@ -12,7 +12,7 @@ from cuelight.messages.request import FailureCause, FinishReason, RequestId, Sam
 from cuelight.messages.scheduler import Admit, RestoreState, SetPolicy
 
 
-class Stage(Enum):
+class RequestStage(Enum):
     """How far a request has come."""
 
     ENCODING = auto()
@@ -26,7 +26,7 @@ class Stage(Enum):
 
 
 @dataclass(slots=True)
-class Live:
+class LiveRequest:
     """A request in the ledger. It stays there until it is refused, or until its stream has ended."""
 
     client: Address[ClientMessage]
@@ -36,12 +36,12 @@ class Live:
     sample_of: RequestId | None = None
     is_accepted: bool = False
     output: tuple[int, ...] = ()
-    stage: Stage = Stage.ENCODING
+    stage: RequestStage = RequestStage.ENCODING
     token_ids: tuple[int, ...] = ()
-    is_unwanted: bool = False
-    """It was cancelled or condemned."""
+    is_aborted: bool = False
+    """It was cancelled, or it has failed."""
     error: str = ""
-    """Why it was condemned."""
+    """Why it has failed."""
     samples: list[RequestId] = field(default_factory=list)
     """Other requests with the same prompt, which wait until it has become tokens."""
     open: Open | None = None
@@ -56,10 +56,10 @@ class Live:
         return RequestEnded(request_id, reason, usage, 0.0, 0, self.error, failure=failure)
 
 
-class Ledger(dict[RequestId, Live]):
+class Ledger(dict[RequestId, LiveRequest]):
     """Requests in the order in which they came."""
 
-    def remembered(
+    def restore_state(
         self,
         life: int,
         policy: SetPolicy | None,
@@ -68,12 +68,12 @@ class Ledger(dict[RequestId, Live]):
         has_served: bool,
     ) -> RestoreState:
         """What the scheduler of this life, which is new, must know."""
-        admitted = [live for live in self.values() if live.stage is Stage.ADMITTED]
+        admitted = [live for live in self.values() if live.stage is RequestStage.ADMITTED]
         return RestoreState(
             life,
             policy,
             tuple([live.admit for live in admitted if live.admit is not None]),
-            tuple([live.admit.request_id for live in admitted if live.admit is not None and live.is_unwanted]),
+            tuple([live.admit.request_id for live in admitted if live.admit is not None and live.is_aborted]),
             histories,
             has_served,
         )

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cuelight.actors.intake.departures import DepartureRate
+from cuelight.actors.intake.departures import CompletionRate
 from cuelight.actors.intake.refusal import Refused
 from cuelight.messages.request import Refusal, Sampling, Service
 
 
 @dataclass(frozen=True)
-class Limits:
+class AdmissionLimits:
     """`context_length` counts tokens, prompt and output together; `queue_limit` counts live requests.
 
     `tenants` are those whose requests are accepted; None is any. Isolated tenants share no prefixes.
@@ -37,15 +37,15 @@ class Limits:
                 reason = f"the prompt has {prompt_tokens} tokens and needs one more for output; {whose} holds {limit}"
                 raise Refused(Refusal.PROMPT_TOO_LONG, reason)
 
-    def settled(self, sampling: Sampling, token_limit: int, draw: Callable[[int], int]) -> Sampling:
-        """The same sampling with a seed, drawn as so many bits, and without numbers beyond what they can mean here."""
+    def settled(self, sampling: Sampling, token_limit: int, random_bits: Callable[[int], int]) -> Sampling:
+        """The same sampling with a seed, from `random_bits`, and without numbers beyond what they can mean here."""
         max_tokens = min(sampling.max_tokens, token_limit)
         return msgspec.structs.replace(
             sampling,
             max_tokens=max_tokens,
             min_tokens=min(sampling.min_tokens, max_tokens),
             top_k=sampling.top_k if sampling.top_k < self.vocab_size else 0,
-            seed=draw(64) if sampling.seed is None else sampling.seed,
+            seed=random_bits(64) if sampling.seed is None else sampling.seed,
         )
 
     def isolated(self, service: Service) -> Service:
@@ -56,8 +56,8 @@ class Limits:
         return msgspec.structs.replace(service, cache_salt=salt)
 
 
-def check_room(live: int, count: int, queue_limit: int, leaving: DepartureRate) -> None:
+def check_room(live: int, count: int, queue_limit: int, completions: CompletionRate) -> None:
     """Raise `Refused` where `live` requests leave no room for `count` more: QUEUE_FULL, with when there may be some."""
     if (excess := live + count - queue_limit) > 0:
         reason = f"{live} requests are live, and the queue limit is {queue_limit}"
-        raise Refused(Refusal.QUEUE_FULL, reason, leaving.seconds_for(excess))
+        raise Refused(Refusal.QUEUE_FULL, reason, completions.seconds_for(excess))

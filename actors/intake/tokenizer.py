@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILE, CHAT_FILE = "tokenizer.json", "chat.json"
-"""What a kept tokenizer consists of: see `keeping`."""
+"""The files of a cached tokenizer: see `keeping`."""
 
 REFUSAL_FILE = "refused.txt"
-"""Written instead of these: why the tokenizer cannot be kept."""
+"""Written instead of these files: why the tokenizer cannot be cached."""
 
 _Encode: TypeAlias = Callable[[str, bool], Sequence[int]]
 """Token ids of a text, with or without the special tokens that the tokenizer adds."""
 _Render: TypeAlias = Callable[[Conversation], str]
 
 
-class Chat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a kept tokenizer writes a conversation down: its chat template, if it has one, and the special tokens that
+class ChatTemplate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a cached tokenizer renders a conversation: its chat template, if it has one, and the special tokens that
     the template knows by their names. `split_special_tokens`: text that looks like a special token is none."""
 
     template: str | None
@@ -88,12 +88,12 @@ class PromptEncoder:
         return cls.of(AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
     @classmethod
-    def load_kept(cls, folder: Path) -> Self:
+    def load_cached(cls, folder: Path) -> Self:
         """Load what `keeping` has written to this folder, which needs no torch. Raises what a bad file raises."""
         from tokenizers import Tokenizer
 
         backend: Tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-        chat = msgspec.json.decode((folder / CHAT_FILE).read_bytes(), type=Chat)
+        chat = msgspec.json.decode((folder / CHAT_FILE).read_bytes(), type=ChatTemplate)
         if chat.template is None:
             return cls(_encoder(backend, chat.split_special_tokens), None, text_bound(backend))
         # Half a second that the first conversation need not wait for.

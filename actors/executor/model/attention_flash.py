@@ -43,7 +43,7 @@ def is_version_2() -> bool:
     return current is None or current() in (None, "FA2")
 
 
-class Flash:
+class FlashBackend:
     """The backend."""
 
     name = "flash"
@@ -66,11 +66,11 @@ class FlashAttention:
     ) -> None:
         self._function = function
         self._pool = pool
-        counts = np.array([each.stop - each.start for each in batch.sequences], np.int32)
-        lengths = np.array([each.context_length for each in batch.sequences], np.int32)
-        widest = max((len(each.block_ids) for each in batch.sequences), default=0)
+        counts = np.array([each.stop - each.start for each in batch.chunks], np.int32)
+        lengths = np.array([each.context_length for each in batch.chunks], np.int32)
+        widest = max((len(each.block_ids) for each in batch.chunks), default=0)
         table = np.full((len(lengths), widest), NULL_BLOCK, np.int32)
-        for row, each in enumerate(batch.sequences):
+        for row, each in enumerate(batch.chunks):
             table[row, : len(each.block_ids)] = each.block_ids
         slots = batch.blocks * pool.block_size + batch.offsets
         # Blocks begun but not filled: what an earlier owner left in them may be NaN, which some versions spread

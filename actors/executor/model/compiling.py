@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -23,12 +22,12 @@ from cuelight.actors.executor.model.attention import attend
 from cuelight.actors.executor.model.passes import tolerance_of
 from cuelight.actors.executor.model.passes_norm import FusedNorm
 from cuelight.actors.executor.model.probing import Probe, difference
-from cuelight.actors.executor.model.surgery import decoder_layers, numbered
+from cuelight.actors.executor.model.surgery import decoder_layers, modules_with_layer_index
 from cuelight.kernel import get_logger
 
 log = get_logger("cuelight.executor")
 
-Backend: TypeAlias = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., object]]
+CompileBackend: TypeAlias = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., object]]
 """What torch.compile hands the code to that it traced."""
 
 COMPILED_NAME = "cuelight_compiled"
@@ -90,7 +89,7 @@ def _opaque_attention(
 
 
 def compile_layers(
-    model: PreTrainedModel, warm: Callable[[int], None], folder: Path | None, backend: str | Backend = "inductor"
+    model: PreTrainedModel, warm: Callable[[int], None], folder: Path | None, backend: str | CompileBackend = "inductor"
 ) -> bool:
     """Compile, and `warm` each size once; whether the layers are compiled now.
 
@@ -100,18 +99,18 @@ def compile_layers(
     if layers is None:
         log.warning("not_compiled", reason=f"{type(model).__name__} has no list of layers that attend")
         return False
-    store = _Store(folder, model) if folder is not None and backend == "inductor" else None
+    store = _CompiledLayersFile(folder, model) if folder is not None and backend == "inductor" else None
     if store is not None:
         store.load()
     probe = Probe(model)
-    judge, norms = probe.logits(), _norms_ahead(layers, probe)
+    reference, norms = probe.logits(), _norms_ahead(layers, probe)
     undo = _install(model, layers)
     try:
         _compile(layers, norms, backend)
         with _sizes_free(layers[0]), torch._dynamo.config.patch(recompile_limit=KINDS_MAX):
             for token_count in WARM_TOKENS:
                 warm(token_count)
-        off = difference(probe.logits(), judge)
+        off = difference(probe.logits(), reference)
         reason = "" if off <= tolerance_of(model) else f"the model's logits are off by {off:.2g} of the largest"
     except Exception as error:  # a compiler that is missing, or a model's code that torch cannot follow
         reason = _first_lines(error)
@@ -129,12 +128,12 @@ def _norms_ahead(layers: torch.nn.ModuleList, probe: Probe) -> list[FusedNorm | 
     None where norms and layers do not follow each other like that.
     """
     members = {*layers}
-    uses = probe.trace(lambda module: module in members or isinstance(module, FusedNorm))
-    outputs = {use.module: use.outputs[0] for use in uses if use.module in members and len(use.outputs) == 1}
+    calls = probe.trace(lambda module: module in members or isinstance(module, FusedNorm))
+    outputs = {call.module: call.outputs[0] for call in calls if call.module in members and len(call.outputs) == 1}
     takers = {
-        id(use.inputs[0]): use.module
-        for use in reversed(uses)  # of several that take the same, the first
-        if isinstance(use.module, FusedNorm) and len(use.inputs) == 1
+        id(call.inputs[0]): call.module
+        for call in reversed(calls)  # of several that take the same, the first
+        if isinstance(call.module, FusedNorm) and len(call.inputs) == 1
     }
     following = [takers.get(id(outputs.get(layer))) for layer in layers]
     # What leads the last layer leads the first.
@@ -143,7 +142,7 @@ def _norms_ahead(layers: torch.nn.ModuleList, probe: Probe) -> list[FusedNorm | 
     return [first if isinstance(first, FusedNorm) else None, *following]
 
 
-def _compile(layers: torch.nn.ModuleList, norms: Many[FusedNorm | None], backend: str | Backend) -> None:
+def _compile(layers: torch.nn.ModuleList, norms: Sequence[FusedNorm | None], backend: str | CompileBackend) -> None:
     """Each layer computes the norm after it, too, where there is one. That before the first is computed apart, so that
     the first has the same code as the others."""
     for layer, norm in zip(layers, norms[1:], strict=True):
@@ -177,7 +176,7 @@ def _install(model: PreTrainedModel, layers: torch.nn.ModuleList) -> Callable[[]
     for config in configs:
         config._attn_implementation = COMPILED_NAME
     for layer in layers:
-        for module in numbered(layer):
+        for module in modules_with_layer_index(layer):
             module.layer_number = torch.tensor(module.layer_idx)
 
     def undo() -> None:
@@ -222,7 +221,7 @@ def _tensors(values: tuple[object, ...]) -> Iterator[torch.Tensor]:
             yield from _tensors(tuple(value))
 
 
-class _Store:
+class _CompiledLayersFile:
     """A file with what torch compiled for a model of this make on this machine."""
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:

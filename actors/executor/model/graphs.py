@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from cuelight.actors.executor.batch import Batch
-from cuelight.actors.executor.batch import Sequence as Row
+from cuelight.actors.executor.batch import BatchChunk as Row
 from cuelight.actors.executor.model.attention import Attention, attending
 from cuelight.actors.executor.model.pool import KVPool
 from cuelight.kernel import get_logger
@@ -40,7 +40,7 @@ def kept_bytes(rows: int, vocabulary: int, logit_bytes: int) -> int:
     return sizes_up_to(rows)[-1] * vocabulary * logit_bytes
 
 
-class Plan(Protocol):
+class AttentionPlan(Protocol):
     """One step's attention, laid out on the host.
 
     `numbers` is moved to the device with the rest of the step, and only once. `key` holds every integer that launches
@@ -61,7 +61,7 @@ class Plan(Protocol):
 class PlanningBackend(Protocol):
     """An attention backend that lays a step out on the host, and then needs nothing but its numbers on the device."""
 
-    def plan(self, batch: Batch, tokens: int | None = None) -> Plan:
+    def plan(self, batch: Batch, tokens: int | None = None) -> AttentionPlan:
         """On any thread, in numpy alone. With `tokens`, padded to so many, and with few keys: for graphs."""
 
     def bind(self, pool: KVPool, key: Hashable, numbers: torch.Tensor) -> Attention:
@@ -119,7 +119,7 @@ class CudaGraphs:
 
 
 @dataclass
-class _Inputs:
+class _GraphInputs:
     """What every graph reads and writes, always in the same place; a graph uses the beginning of each."""
 
     token_ids: torch.Tensor
@@ -154,7 +154,7 @@ class DecodeGraphs:
         most, device = self._sizes[-1], pool.keys[0].device
         # A step's tables are no longer than the pool, unless rows share blocks.
         numbers = self._planned(most).numbers.size + pool.block_count
-        self._inputs = _Inputs(
+        self._inputs = _GraphInputs(
             token_ids=torch.zeros(most, dtype=torch.int64, device=device),
             positions=torch.zeros(most, dtype=torch.int64, device=device),
             rows=torch.arange(most, device=device),
@@ -170,7 +170,11 @@ class DecodeGraphs:
         """To how many tokens this step is padded; None if it is no decode step, or too large."""
         tokens = len(batch.token_ids)
         # As many rows as tokens that all sample: every row decodes.
-        if self._is_off or not 0 < tokens <= self._sizes[-1] or not tokens == len(batch.sequences) == len(batch.draws):
+        if (
+            self._is_off
+            or not 0 < tokens <= self._sizes[-1]
+            or not tokens == len(batch.chunks) == len(batch.sampling_rows)
+        ):
             return None
         return self._sizes[bisect_left(self._sizes, tokens)]
 
@@ -207,11 +211,11 @@ class DecodeGraphs:
         for layer in range(len(self._pool.keys)):
             self._pool.clear(layer, null)
 
-    def _planned(self, size: int) -> Plan:
+    def _planned(self, size: int) -> AttentionPlan:
         """Of a step of `size` rows with a token each, in the null block."""
         zeros, table = np.zeros(size, np.int64), np.full(1, NULL_BLOCK, np.int64)
         rows = [Row(start, start + 1, 1, table) for start in range(size)]
-        return self._backend.plan(Batch(0, 0, zeros, zeros, zeros, zeros, sequences=rows), size)
+        return self._backend.plan(Batch(0, 0, zeros, zeros, zeros, zeros, chunks=rows), size)
 
     def _make_room(self, count: int) -> None:
         """Rows that share many blocks have longer tables than the pool. Then addresses change, and all graphs go."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 
-from cuelight.actors.executor.lasting import LastingBytes, in_use
+from cuelight.actors.executor.lasting import HostMemoryMapping, in_use
 from cuelight.actors.executor.model.pool import KVPool
 from cuelight.kernel import get_logger
 
@@ -20,14 +20,14 @@ class HostPool:
 
     Copies are queued on the device's stream, in the order of the calls: since nothing else reads this memory, a block
     that was saved can be loaded, and its slot used again, without waiting. On CUDA the memory is pinned for that, where
-    it is `lasting` memory if the driver can.
+    it is a `host_memory` mapping if the driver can.
     """
 
-    def __init__(self, pool: KVPool, block_count: int, lasting: LastingBytes | None = None) -> None:
+    def __init__(self, pool: KVPool, block_count: int, host_memory: HostMemoryMapping | None = None) -> None:
         self.block_count = block_count
         self._pool = pool
-        self._lasting = lasting
-        self._free = None if lasting is None else torch.frombuffer(lasting.data, dtype=torch.uint8)
+        self._host_memory = host_memory
+        self._free = None if host_memory is None else torch.frombuffer(host_memory.data, dtype=torch.uint8)
         if self._free is not None and pool.keys[0].device.type == "cuda":
             self._pin(self._free)
         self.keys = [self._like(keys) for keys in pool.keys]
@@ -55,7 +55,7 @@ class HostPool:
         self._pool.check(sources)
         self._check(targets)
         runs = _runs(sources, targets)
-        with in_use(self._lasting):
+        with in_use(self._host_memory):
             for stored, kept in self._layers():
                 _copy(stored, kept, runs)
 
@@ -64,7 +64,7 @@ class HostPool:
         self._check(sources)
         self._pool.check(targets)
         runs = _runs(sources, targets)
-        with in_use(self._lasting):
+        with in_use(self._host_memory):
             for stored, kept in self._layers():
                 _copy(kept, stored, runs)
 

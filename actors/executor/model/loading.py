@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,9 +11,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from cuelight.actors.executor.batch import Batch, Ints, Sequence
+from cuelight.actors.executor.batch import Batch, BatchChunk, Ints
 from cuelight.actors.executor.model.attention import Attention, UnsupportedAttention, attending, register
-from cuelight.actors.executor.model.backends import Backend, Needs, choose
+from cuelight.actors.executor.model.backends import AttentionBackend, AttentionSpec, choose
 from cuelight.actors.executor.model.compiling import compile_layers
 from cuelight.actors.executor.model.costs import TOKENS_MAX
 from cuelight.actors.executor.model.costs import measure as measure_costs
@@ -26,12 +25,12 @@ from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.model.probing import Probe, spread, vocabulary_of
 from cuelight.actors.executor.model.reading import choose_device, choose_dtype, context_length, read_config, read_model
 from cuelight.actors.executor.model.sampling import peak_bytes
-from cuelight.actors.executor.model.sizing import Budget, Memory, count_blocks, memory_of
+from cuelight.actors.executor.model.sizing import DeviceMemory, MemoryBudget, count_blocks, memory_of
 from cuelight.actors.executor.model.sizing import measure as measure_memory
-from cuelight.actors.executor.model.witness import Witness
+from cuelight.actors.executor.model.witness import ModelCheck
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.options import CannotLoad, LoadOptions
-from cuelight.actors.executor.phases import phases_of_start
+from cuelight.actors.executor.phases import current_phases
 from cuelight.kernel import get_logger
 from cuelight.messages.request import NULL_BLOCK, HostTier
 
@@ -59,7 +58,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     eos_token_ids: tuple[int, ...]
-    backend: Backend
+    backend: AttentionBackend
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """Logits [len(keep), vocabulary] after the flat tokens `keep`; `token_ids` and `positions` are [1, T]."""
@@ -72,7 +71,7 @@ class LoadedModel:
         return self.backend.step(self.pool, batch)
 
 
-def load(options: LoadOptions, memory: Callable[[torch.device], Memory] = memory_of) -> LoadedModel:
+def load(options: LoadOptions, memory: Callable[[torch.device], DeviceMemory] = memory_of) -> LoadedModel:
     """Load weights, make the model fast, and allocate the pool; measure what host memory costs, if it is used.
 
     How long each phase took is in the log.
@@ -81,17 +80,17 @@ def load(options: LoadOptions, memory: Callable[[torch.device], Memory] = memory
         CannotLoad: the folder, dtype, device or architecture cannot be served, or memory does not suffice.
     """
     try:
-        return _Loading(options, memory).load()
+        return _ModelLoader(options, memory).load()
     except torch.OutOfMemoryError as error:
         raise CannotLoad(f"the model does not fit: {error}") from error
 
 
-class _Loading:
+class _ModelLoader:
     """The phases of one start, in order."""
 
-    def __init__(self, options: LoadOptions, memory: Callable[[torch.device], Memory]) -> None:
+    def __init__(self, options: LoadOptions, memory: Callable[[torch.device], DeviceMemory]) -> None:
         self._options = options
-        self._phases = phases_of_start(options.now)
+        self._phases = current_phases(options.now)
         with self._phases("read config"):
             self._device = choose_device(options.device)
             self._dtype = choose_dtype(options.dtype, self._device)
@@ -99,7 +98,7 @@ class _Loading:
         self._text = self._config.get_text_config()
         self._memory = memory(self._device)
         try:
-            self._needs = Needs.of(self._config, self._device, self._dtype, options.block_size)
+            self._spec = AttentionSpec.of(self._config, self._device, self._dtype, options.block_size)
         except RuntimeError as error:  # transformers', where layers have configurations of their own
             raise CannotLoad(
                 f"this model's layers differ from each other, which is not supported yet: {error}"
@@ -111,13 +110,13 @@ class _Loading:
         register()
         with phases("read weights"):
             model = read_model(options.folder, self._config, self._dtype, self._device, self._memory)
-        backend = choose(options.attention, self._needs, options.code_folder)
+        backend = choose(options.attention, self._spec, options.code_folder)
         # Where the pool takes what a step leaves over, there is at first one for the null block alone.
         with phases("KV pool"):
             pool = self._pool(backend, 1 if self._is_measured else count_blocks(options, self._block_bytes, None))
         loaded = LoadedModel(model, pool, None, HostTier(), self._dtype, self._device, options.eos_token_ids, backend)
         with phases("warm up"):
-            _try(loaded, self._needs)
+            _try(loaded, self._spec)
         with phases("pack weights"):
             passes = self._make_fast(loaded)
         with phases("compile"):
@@ -163,10 +162,10 @@ class _Loading:
 
     def _quantize(self, loaded: LoadedModel, library: ctypes.CDLL | None) -> int:
         probe = Probe(loaded.model)
-        judge = probe.logits()
+        reference = probe.logits()
         count = quantize(loaded.model, library)
         _warm(loaded, 1)
-        off = spread(probe.logits(), judge)
+        off = spread(probe.logits(), reference)
         log.info("quantized", linears=count, logits_off=round(off, 4), kernels="torch" if library is None else "native")
         if off > INT8_TOLERANCE:
             raise CannotLoad(
@@ -185,17 +184,17 @@ class _Loading:
             log.warning("native_kernels_missing", instead="torch", reason=str(error))
             return None
 
-    def _pool(self, backend: Backend, block_count: int) -> KVPool:
-        needs = self._needs
+    def _pool(self, backend: AttentionBackend, block_count: int) -> KVPool:
+        spec = self._spec
         try:
             return KVPool(
                 layers=self._text.num_hidden_layers,
                 block_count=block_count,
-                block_size=needs.block_size,
-                kv_heads=needs.kv_heads,
-                head_dim=needs.head_dim,
-                dtype=needs.dtype,
-                device=needs.device,
+                block_size=spec.block_size,
+                kv_heads=spec.kv_heads,
+                head_dim=spec.head_dim,
+                dtype=spec.dtype,
+                device=spec.device,
                 is_token_major=backend.is_token_major,
             )
         except (RuntimeError, TypeError) as error:  # torch.OutOfMemoryError, and numbers that torch cannot hold
@@ -203,16 +202,16 @@ class _Loading:
 
     @property
     def _block_bytes(self) -> int:
-        needs = self._needs
+        spec = self._spec
         return KVPool.block_bytes(
             layers=self._text.num_hidden_layers,
-            block_size=needs.block_size,
-            kv_heads=needs.kv_heads,
-            head_dim=needs.head_dim,
-            dtype=needs.dtype,
+            block_size=spec.block_size,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            dtype=spec.dtype,
         )
 
-    def _budget(self, loaded: LoadedModel) -> Budget:
+    def _budget(self, loaded: LoadedModel) -> MemoryBudget:
         """What steps leave over: one long chunk and one token of every other request, and decode steps in graphs."""
         options = self._options
         rows = min(options.running_max, options.token_budget)
@@ -244,12 +243,12 @@ class _Loading:
         if (block_count := self._options.host_blocks(block_bytes)) == 0:
             return loaded
         try:
-            lasting = self._options.lasting_bytes(
-                block_count * block_bytes, "transformers", self._needs, block_count, len(pool.keys)
+            host_memory = self._options.map_host_memory(
+                block_count * block_bytes, "transformers", self._spec, block_count, len(pool.keys)
             )
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # an executor before may have had copies on their way
-            host = HostPool(pool, block_count, lasting)
+            host = HostPool(pool, block_count, host_memory)
         except (RuntimeError, TypeError) as error:
             asked = block_count * block_bytes
             raise CannotLoad(f"no memory for {asked} bytes of the KV cache on the host: {error}") from error
@@ -260,20 +259,20 @@ class _Loading:
 
         measure = partial(measure_costs, pool, host, longest, prefill, self._options.now)
         with torch.inference_mode():
-            tier = measure() if lasting is None else lasting.tier(block_count, measure)
+            tier = measure() if host_memory is None else host_memory.tier(block_count, measure)
         return replace(loaded, host=host, host_tier=tier)
 
 
-def _try(loaded: LoadedModel, needs: Needs) -> None:
+def _try(loaded: LoadedModel, spec: AttentionSpec) -> None:
     """Four tokens through the model, into the null block: what cannot be served shows now, not at the first request.
 
     Each is a row of its own. The second and the last are alike, and only their logits are asked for.
     """
     batch, vocabulary = _batch([1] * 4, loaded.pool.block_size, None), vocabulary_of(loaded.model)
     batch.token_ids[:] = [1 % vocabulary, 2 % vocabulary, 0, 2 % vocabulary]
-    witness = Witness(loaded.attention(batch), needs, loaded.model.config.get_text_config())
-    logits = _forward(loaded, batch, witness, np.array([1, 3]))
-    witness.judge(loaded.model, logits)
+    model_check = ModelCheck(loaded.attention(batch), spec, loaded.model.config.get_text_config())
+    logits = _forward(loaded, batch, model_check, np.array([1, 3]))
+    model_check.check(loaded.model, logits)
     _clear_null_block(loaded.pool)
 
 
@@ -288,13 +287,13 @@ def _clear_null_block(pool: KVPool) -> None:
         tensor[NULL_BLOCK].zero_()
 
 
-def _compute(loaded: LoadedModel, counts: Many[int], block_ids: Ints | None = None) -> None:
+def _compute(loaded: LoadedModel, counts: Sequence[int], block_ids: Ints | None = None) -> None:
     """Rows of so many tokens each, from nothing to the logits of the last ones.
 
     One row may lie in blocks of its own; without, all lie on top of each other in the null block. Raises CannotLoad.
     """
     batch = _batch(counts, loaded.pool.block_size, block_ids)
-    _forward(loaded, batch, loaded.attention(batch), np.array([each.stop - 1 for each in batch.sequences]))
+    _forward(loaded, batch, loaded.attention(batch), np.array([each.stop - 1 for each in batch.chunks]))
 
 
 def _forward(loaded: LoadedModel, batch: Batch, attention: Attention, keep: Ints) -> torch.Tensor:
@@ -314,7 +313,7 @@ def _forward(loaded: LoadedModel, batch: Batch, attention: Attention, keep: Ints
         raise CannotLoad(f"this model does not run: {error}") from error
 
 
-def _batch(counts: Many[int], block_size: int, block_ids: Ints | None) -> Batch:
+def _batch(counts: Sequence[int], block_size: int, block_ids: Ints | None) -> Batch:
     batch = Batch(0, 0, *(np.zeros((4, sum(counts)), np.int64)))
     start = 0
     for count in counts:
@@ -322,6 +321,6 @@ def _batch(counts: Many[int], block_size: int, block_ids: Ints | None) -> Batch:
         table = np.full(-(-count // block_size), NULL_BLOCK, np.int64) if block_ids is None else block_ids
         batch.positions[start:stop] = positions
         batch.blocks[start:stop], batch.offsets[start:stop] = table[positions // block_size], positions % block_size
-        batch.sequences.append(Sequence(start, stop, count, table))
+        batch.chunks.append(BatchChunk(start, stop, count, table))
         start = stop
     return batch

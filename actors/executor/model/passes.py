@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from cuelight.actors.executor.model.passes_merge import merge_linears
 from cuelight.actors.executor.model.passes_norm import fuse_norms
 from cuelight.actors.executor.model.probing import Probe, difference
-from cuelight.actors.executor.model.surgery import Change, small_twin
+from cuelight.actors.executor.model.surgery import ModuleReplacement, small_copy
 from cuelight.kernel import get_logger
 
 log = get_logger("cuelight.executor")
@@ -33,7 +33,7 @@ class Pass:
     """`find` changes the model and says what it did; None where it found nothing."""
 
     name: str
-    find: Callable[[PreTrainedModel, Probe], Change | None]
+    find: Callable[[PreTrainedModel, Probe], ModuleReplacement | None]
 
 
 def standard_passes(library: ctypes.CDLL | None = None) -> tuple[Pass, ...]:
@@ -50,9 +50,9 @@ def apply_passes(model: PreTrainedModel, passes: Sequence[Pass]) -> dict[str, in
     if model.dtype is torch.float32:
         return _kept(model, passes, TOLERANCE)
     try:
-        if (twin := small_twin(model)) is not None:
-            sound = _kept(twin, passes, TOLERANCE)
-            del twin
+        if (copied := small_copy(model)) is not None:
+            sound = _kept(copied, passes, TOLERANCE)
+            del copied
             passes = [each for each in passes if each.name in sound]
     except torch.OutOfMemoryError as error:
         log.warning("passes_judged_coarsely", reason=f"there is no memory for a copy in float32: {error}")
@@ -66,22 +66,22 @@ def tolerance_of(model: PreTrainedModel) -> float:
 
 def _kept(model: PreTrainedModel, passes: Sequence[Pass], tolerance: float) -> dict[str, int]:
     probe = Probe(model)
-    judge = probe.logits()
-    if not judge.isfinite().all():
+    reference = probe.logits()
+    if not reference.isfinite().all():
         log.warning("passes_skipped", reason="the model's logits are not finite numbers, so nothing can be compared")
         return {}
     kept: dict[str, int] = {}
     for each in passes:
         change = each.find(model, probe)
-        if change is not None and _is_sound(each.name, change, probe, judge, tolerance):
+        if change is not None and _is_sound(each.name, change, probe, reference, tolerance):
             kept[each.name] = change.count
     return kept
 
 
-def _is_sound(name: str, change: Change, probe: Probe, judge: torch.Tensor, tolerance: float) -> bool:
+def _is_sound(name: str, change: ModuleReplacement, probe: Probe, reference: torch.Tensor, tolerance: float) -> bool:
     """Whether the model computes the same; if not, the change is undone."""
     try:
-        off = difference(probe.logits(), judge)
+        off = difference(probe.logits(), reference)
         reason = "" if off <= tolerance else f"its logits are off by {off:.2g} of the largest, beyond {tolerance:g}"
     except Exception as error:  # whatever the model's code makes of modules that it does not know
         reason = f"{type(error).__name__}: {error}"

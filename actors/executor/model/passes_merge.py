@@ -13,8 +13,8 @@ from itertools import groupby
 import torch
 from transformers import PreTrainedModel
 
-from cuelight.actors.executor.model.probing import Probe, Use
-from cuelight.actors.executor.model.surgery import Change, replace_modules
+from cuelight.actors.executor.model.probing import ModuleCall, Probe
+from cuelight.actors.executor.model.surgery import ModuleReplacement, replace_modules
 
 
 class MergedLinear(torch.nn.Module):
@@ -43,7 +43,7 @@ class MergedLinear(torch.nn.Module):
         return part
 
 
-class Part(torch.nn.Module):
+class MergedLinearPart(torch.nn.Module):
     """In the place of one of the merged layers."""
 
     def __init__(self, merged: MergedLinear, index: int) -> None:
@@ -60,26 +60,26 @@ class Part(torch.nn.Module):
         return self._shared[0].part(self.index, x)
 
 
-def merge_linears(model: PreTrainedModel, probe: Probe) -> Change | None:
+def merge_linears(model: PreTrainedModel, probe: Probe) -> ModuleReplacement | None:
     """Merge all that can be. Until the change is dropped the weights are there once, seen by both forms."""
     places: dict[torch.nn.Module, torch.nn.Module] = {}
     groups = _groups(model, probe.trace(lambda module: type(module) is torch.nn.Linear))
     for linears in groups:
         merged = MergedLinear(linears)
-        places.update((linear, Part(merged, index)) for index, linear in enumerate(linears))
+        places.update((linear, MergedLinearPart(merged, index)) for index, linear in enumerate(linears))
         rows = torch.split(merged.linear.weight, merged.widths)
         for linear, mine in zip(linears, rows, strict=True):
             linear.weight = _frozen(mine)
-    return Change(len(groups), replace_modules(model, places)) if groups else None
+    return ModuleReplacement(len(groups), replace_modules(model, places)) if groups else None
 
 
-def _groups(model: torch.nn.Module, uses: Sequence[Use]) -> list[list[torch.nn.Linear]]:
+def _groups(model: torch.nn.Module, calls: Sequence[ModuleCall]) -> list[list[torch.nn.Linear]]:
     """Layers to merge, each group in the order in which it is called."""
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     fit = [
-        (use.name.rpartition(".")[0], id(use.inputs[0]), use.module)
-        for use in uses
-        if use.is_simple and len(use.inputs) == 1 and owners[id(use.module._parameters["weight"])] == 1
+        (call.name.rpartition(".")[0], id(call.inputs[0]), call.module)
+        for call in calls
+        if call.is_simple and len(call.inputs) == 1 and owners[id(call.module._parameters["weight"])] == 1
     ]
     groups: list[list[torch.nn.Linear]] = []
     for _, same in groupby(fit, key=lambda each: each[:2]):

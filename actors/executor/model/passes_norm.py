@@ -15,7 +15,7 @@ from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
 from cuelight.actors.executor.model.probing import Probe
-from cuelight.actors.executor.model.surgery import Change, replace_modules
+from cuelight.actors.executor.model.surgery import ModuleReplacement, replace_modules
 from cuelight.actors.executor.native.ops import SmallKernels
 
 LARGE = 1024.0
@@ -32,7 +32,7 @@ ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
-class Norm:
+class RecognizedNorm:
     """What a module turned out to compute. `scale` is float32; `is_offset` where the weight is that less 1."""
 
     scale: torch.Tensor
@@ -43,7 +43,7 @@ class Norm:
 class FusedNorm(torch.nn.Module):
     """A norm in one operation, in float32 within. Through the native kernels where there are some, on the CPU."""
 
-    def __init__(self, norm: Norm, dtype: torch.dtype, kernels: SmallKernels | None) -> None:
+    def __init__(self, norm: RecognizedNorm, dtype: torch.dtype, kernels: SmallKernels | None) -> None:
         super().__init__()
         # 1 + w is not rounded to the weight's type: near 1 a type of few digits has none left for w.
         self.weight = torch.nn.Parameter(norm.scale if norm.is_offset else norm.scale.to(dtype), requires_grad=False)
@@ -76,17 +76,17 @@ class FusedNorm(torch.nn.Module):
         )
 
 
-def fuse_norms(model: PreTrainedModel, probe: Probe, library: ctypes.CDLL | None = None) -> Change | None:
+def fuse_norms(model: PreTrainedModel, probe: Probe, library: ctypes.CDLL | None = None) -> ModuleReplacement | None:
     """Replace every norm of this kind; with a library, its kernels serve those of float32."""
     kernels = None if library is None else SmallKernels(library)
     places: dict[torch.nn.Module, torch.nn.Module] = {}
-    for use in probe.trace(_may_be_norm):
-        weight = next(use.module.parameters())
-        norm = recognize(use.module) if use.is_simple and use.inputs[0].shape[-1] == len(weight) else None
+    for call in probe.trace(_may_be_norm):
+        weight = next(call.module.parameters())
+        norm = recognize(call.module) if call.is_simple and call.inputs[0].shape[-1] == len(weight) else None
         if norm is not None:
             is_served = weight.dtype is torch.float32 and weight.device.type == "cpu"
-            places[use.module] = FusedNorm(norm, weight.dtype, kernels if is_served else None)
-    return Change(len(places), replace_modules(model, places)) if places else None
+            places[call.module] = FusedNorm(norm, weight.dtype, kernels if is_served else None)
+    return ModuleReplacement(len(places), replace_modules(model, places)) if places else None
 
 
 def _may_be_norm(module: torch.nn.Module) -> bool:
@@ -96,13 +96,13 @@ def _may_be_norm(module: torch.nn.Module) -> bool:
 
 
 @torch.inference_mode()
-def recognize(module: torch.nn.Module) -> Norm | None:
+def recognize(module: torch.nn.Module) -> RecognizedNorm | None:
     """What norm a module with a single vector as its weight is; None if it is another thing."""
-    twin = copy.deepcopy(module).float()
-    weight = next(twin.parameters()).detach()
+    copied = copy.deepcopy(module).float()
+    weight = next(copied.parameters()).detach()
     ones = torch.ones(1, len(weight), device=weight.device)
     try:
-        scale, least = twin(LARGE * ones)[0], twin(SMALL * ones)[0]
+        scale, least = copied(LARGE * ones)[0], copied(SMALL * ones)[0]
         is_offset = not _alike(scale, weight)
         exact = 1 + weight if is_offset else weight
         at = int(exact.abs().argmax())
@@ -110,8 +110,8 @@ def recognize(module: torch.nn.Module) -> Norm | None:
             return None
         # least = scale * SMALL / sqrt(SMALL² + epsilon)
         measured = (float(exact[at] / least[at]) * SMALL) ** 2 - SMALL**2
-        norm = Norm(exact.clone(), _epsilon(module, measured), is_offset)
-        return norm if all(_alike(twin(x), _plain(norm, x)) for x in _inputs(weight)) else None
+        norm = RecognizedNorm(exact.clone(), _epsilon(module, measured), is_offset)
+        return norm if all(_alike(copied(x), _plain(norm, x)) for x in _inputs(weight)) else None
     except (RuntimeError, TypeError, ValueError, IndexError):  # a module that takes no rows of numbers is no norm
         return None
 
@@ -124,12 +124,12 @@ def _epsilon(module: torch.nn.Module, measured: float) -> float:
 
 
 def _inputs(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    chance = torch.Generator(device=weight.device).manual_seed(0)
+    generator = torch.Generator(device=weight.device).manual_seed(0)
     for magnitude in MAGNITUDES:
-        yield magnitude * torch.randn(4, len(weight), generator=chance, device=weight.device)
+        yield magnitude * torch.randn(4, len(weight), generator=generator, device=weight.device)
 
 
-def _plain(norm: Norm, x: torch.Tensor) -> torch.Tensor:
+def _plain(norm: RecognizedNorm, x: torch.Tensor) -> torch.Tensor:
     return rms_norm(x, norm.scale.shape, norm.scale, norm.epsilon)
 
 

@@ -38,7 +38,7 @@ class DenseAttention:
 
 
 @dataclass(eq=False)
-class Use:
+class ModuleCall:
     """How a module was called during a trace. It keeps the tensors, so that none takes the place of another."""
 
     module: torch.nn.Module
@@ -67,28 +67,28 @@ class Probe:
         logits: torch.Tensor = output.logits[0]
         return logits.float()
 
-    def trace(self, kinds: Callable[[torch.nn.Module], bool]) -> list[Use]:
+    def trace(self, kinds: Callable[[torch.nn.Module], bool]) -> list[ModuleCall]:
         """How modules of these kinds are used, in the order of their first call."""
-        uses: dict[torch.nn.Module, Use] = {}
-        with _hooks(self._model, kinds, uses):
+        calls: dict[torch.nn.Module, ModuleCall] = {}
+        with _hooks(self._model, kinds, calls):
             self.logits()
-        return list(uses.values())
+        return list(calls.values())
 
 
 @contextmanager
 def _hooks(
-    model: torch.nn.Module, kinds: Callable[[torch.nn.Module], bool], uses: dict[torch.nn.Module, Use]
+    model: torch.nn.Module, kinds: Callable[[torch.nn.Module], bool], calls: dict[torch.nn.Module, ModuleCall]
 ) -> Iterator[None]:
     def note(
         name: str, module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object], output: object
     ) -> None:
-        use = uses.setdefault(module, Use(module, name))
-        use.outputs.append(output)
+        call = calls.setdefault(module, ModuleCall(module, name))
+        call.outputs.append(output)
         given = inputs[0] if len(inputs) == 1 and not named else None
         if isinstance(given, torch.Tensor) and isinstance(output, torch.Tensor):
-            use.inputs.append(given)
+            call.inputs.append(given)
         else:
-            use.is_simple = False
+            call.is_simple = False
 
     handles = [
         module.register_forward_hook(partial(note, name), with_kwargs=True)
@@ -109,15 +109,15 @@ def vocabulary_of(model: PreTrainedModel) -> int:
     return weight.shape[0]
 
 
-def difference(logits: torch.Tensor, judge: torch.Tensor) -> float:
-    """The largest deviation, as a share of the judge's largest magnitude; infinite where a number is none."""
-    if not (logits.isfinite().all() and judge.isfinite().all()):
+def difference(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest deviation, as a share of the reference's largest magnitude; infinite where a number is none."""
+    if not (logits.isfinite().all() and reference.isfinite().all()):
         return float("inf")
-    return float((logits - judge).abs().max() / judge.abs().max().clamp(min=1e-30))
+    return float((logits - reference).abs().max() / reference.abs().max().clamp(min=1e-30))
 
 
-def spread(logits: torch.Tensor, judge: torch.Tensor) -> float:
-    """The size of the deviations in all, as a share of the judge's; infinite where a number is none."""
-    if not (logits.isfinite().all() and judge.isfinite().all()):
+def spread(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    """The size of the deviations in all, as a share of the reference's; infinite where a number is none."""
+    if not (logits.isfinite().all() and reference.isfinite().all()):
         return float("inf")
-    return float((logits - judge).norm() / judge.norm().clamp(min=1e-30))
+    return float((logits - reference).norm() / reference.norm().clamp(min=1e-30))

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging as hf_logging
 
 from cuelight.actors.executor.model.attention import ATTENTION_NAME
-from cuelight.actors.executor.model.sizing import Memory, gib
+from cuelight.actors.executor.model.sizing import DeviceMemory, gib
 from cuelight.actors.executor.options import CannotLoad
 from cuelight.actors.executor.safetensors_header import BadHeader, read_header
 
@@ -25,7 +25,7 @@ CONVERTED_TYPES = ("F64", "F32", "F16", "BF16")
 """Types that weights are converted from; all others are kept as they are, or are not weights."""
 
 
-class _Report(TypedDict):
+class _LoadingInfo(TypedDict):
     """What transformers says of the weights that it has not read."""
 
     missing_keys: set[str]
@@ -98,7 +98,7 @@ def context_length(config: PreTrainedConfig) -> int | None:
 
 
 def read_model(
-    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, memory: Memory
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, memory: DeviceMemory
 ) -> PreTrainedModel:
     """The model with its weights on the device, ready to infer. Raises CannotLoad."""
     needed, free = weights_bytes(folder, dtype), memory.free()
@@ -121,7 +121,7 @@ def read_model(
         if str(error).startswith("Unrecognized configuration class"):  # and then a list of some hundred that are known
             raise CannotLoad(f"transformers has no {config.model_type} that continues text alone") from error
         raise CannotLoad(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
-    model, report = cast(tuple[PreTrainedModel, _Report], read)
+    model, report = cast(tuple[PreTrainedModel, _LoadingInfo], read)
     # transformers would go on with random numbers in the place of either.
     if missing := report["missing_keys"]:
         raise CannotLoad(f"{folder} lacks weights: {', '.join(sorted(missing))}")

@@ -6,8 +6,7 @@ logits stay there. Nothing is computed that no row of the step asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuelight.actors.executor.batch import Draw
+from cuelight.actors.executor.batch import SamplingRow
 from cuelight.actors.executor.chance import TOKEN_FIRST, TOKEN_SECOND, keys
+from cuelight.messages.request import Sampling
 
-FEW = 1024
+TOP_K_PICKED_MAX = 1024
 """Up to so many, the most probable tokens are picked out; beyond that all are sorted."""
 
 ELEMENTS_MAX = 1 << 22
@@ -27,16 +27,16 @@ ELEMENTS_MAX = 1 << 22
 ELEMENT_BYTES = 72
 """Of each logit that is treated: itself, sorted with its place, its noise, and scores, weights and sums in double."""
 
-Device = Callable[[str], torch.Tensor]
+DeviceArrays = Callable[[str], torch.Tensor]
 """The array of a name, on the device."""
 
 
-class Way(StrEnum):
-    """How the rows that sample are treated."""
+class SamplingMethod(StrEnum):
+    """How the tokens of some rows are chosen."""
 
     PLAIN = "plain"
     """Every token may be chosen."""
-    FEW = "few"
+    TOP_K = "top_k"
     """Only the best `top_k`, which are few."""
     SORTED = "sorted"
     """Only the best, however many that are."""
@@ -44,59 +44,60 @@ class Way(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """What a step's rows want: `arrays` for the device, how many rows go each way, and the largest of the few."""
+    """How the rows of a step sample: `arrays` for the device, rows by method, and the largest `top_k` of `TOP_K`."""
 
     arrays: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]]
-    counts: dict[Way, int]
-    few: int
+    counts: dict[SamplingMethod, int]
+    top_k_max: int
     forbids: bool
 
     @classmethod
-    def of(cls, draws: Many[Draw], eos_token_ids: Many[int]) -> SamplingPlan:
-        """One row of logits for each draw."""
+    def of(cls, sampling_rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> SamplingPlan:
+        """One row of logits for each sampling row."""
         arrays: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]] = {}
-        rows: dict[Way, list[int]] = {}
+        rows: dict[SamplingMethod, list[int]] = {}
         forbidden: list[tuple[int, int]] = []
-        for row, draw in enumerate(draws):
-            if draw.output_index < draw.sampling.min_tokens:
-                forbidden += [(row, token_id) for token_id in _ends(draw, eos_token_ids)]
-            if draw.sampling.temperature > 0:
-                rows.setdefault(_way(draw), []).append(row)
+        for row, sampling_row in enumerate(sampling_rows):
+            if sampling_row.output_index < sampling_row.sampling.min_tokens:
+                forbidden += [(row, token_id) for token_id in _ends(sampling_row, eos_token_ids)]
+            if sampling_row.sampling.temperature > 0:
+                rows.setdefault(_method(sampling_row.sampling), []).append(row)
         if forbidden:
             arrays["forbidden rows"], arrays["forbidden tokens"] = np.array(forbidden, np.int64).T
-        for way, mine in rows.items():
-            arrays.update(_options(way, mine, [draws[row] for row in mine]))
-        few = max((draws[row].sampling.top_k for row in rows.get(Way.FEW, ())), default=0)
-        return cls(arrays, {way: len(mine) for way, mine in rows.items()}, few, bool(forbidden))
+        for method, mine in rows.items():
+            arrays.update(_options(method, mine, [sampling_rows[row] for row in mine]))
+        top_k_max = max((sampling_rows[row].sampling.top_k for row in rows.get(SamplingMethod.TOP_K, ())), default=0)
+        return cls(arrays, {method: len(mine) for method, mine in rows.items()}, top_k_max, bool(forbidden))
 
 
-def _ends(draw: Draw, eos_token_ids: Many[int]) -> Many[int]:
+def _ends(sampling_row: SamplingRow, eos_token_ids: Sequence[int]) -> Sequence[int]:
     """What would end the request, and cannot be chosen before `min_tokens` (rule `stop-order`)."""
-    return (*draw.sampling.stop_token_ids, *(() if draw.sampling.ignore_eos else eos_token_ids))
+    return (*sampling_row.sampling.stop_token_ids, *(() if sampling_row.sampling.ignore_eos else eos_token_ids))
 
 
-def _way(draw: Draw) -> Way:
-    if 0 < draw.sampling.top_k <= FEW:
-        return Way.FEW
-    return Way.SORTED if draw.sampling.top_k > 0 or draw.sampling.top_p < 1 else Way.PLAIN
+def _method(sampling: Sampling) -> SamplingMethod:
+    if 0 < sampling.top_k <= TOP_K_PICKED_MAX:
+        return SamplingMethod.TOP_K
+    return SamplingMethod.SORTED if sampling.top_k > 0 or sampling.top_p < 1 else SamplingMethod.PLAIN
 
 
 def _options(
-    way: Way, rows: Many[int], draws: Many[Draw]
+    method: SamplingMethod, indices: Sequence[int], sampling_rows: Sequence[SamplingRow]
 ) -> dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]]:
-    wishes = [draw.sampling for draw in draws]
+    options = [row.sampling for row in sampling_rows]
+    row_keys = keys([each.seed or 0 for each in options], [row.position for row in sampling_rows])
     arrays: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]] = {
-        f"{way} rows": np.array(rows, np.int64),
-        f"{way} temperature": np.array([wish.temperature for wish in wishes], np.float64),
-        f"{way} key": keys([wish.seed or 0 for wish in wishes], [draw.position for draw in draws]).view(np.int64),
+        f"{method} rows": np.array(indices, np.int64),
+        f"{method} temperature": np.array([each.temperature for each in options], np.float64),
+        f"{method} key": row_keys.view(np.int64),
     }
-    if way is not Way.PLAIN:
-        arrays[f"{way} top_k"] = np.array([wish.top_k or 2**62 for wish in wishes], np.int64)
-        arrays[f"{way} top_p"] = np.array([wish.top_p for wish in wishes], np.float64)
+    if method is not SamplingMethod.PLAIN:
+        arrays[f"{method} top_k"] = np.array([each.top_k or 2**62 for each in options], np.int64)
+        arrays[f"{method} top_p"] = np.array([each.top_p for each in options], np.float64)
     return arrays
 
 
-def choose(logits: torch.Tensor, plan: SamplingPlan, device: Device) -> torch.Tensor:
+def choose(logits: torch.Tensor, plan: SamplingPlan, device: DeviceArrays) -> torch.Tensor:
     """One token id per row of `logits` ([rows, vocabulary]), which it may change; -1 for a row that is not finite.
 
     Each row is treated by its own options alone. `top_k` is applied before `top_p`, which keeps the smallest set of
@@ -107,34 +108,36 @@ def choose(logits: torch.Tensor, plan: SamplingPlan, device: Device) -> torch.Te
         nothing = logits.new_full((), -torch.inf)
         logits.index_put_((device("forbidden rows"), device("forbidden tokens")), nothing)
     best, token_ids = logits.max(dim=-1)
-    for way, count in plan.counts.items():
-        rows = device(f"{way} rows")
+    for method, count in plan.counts.items():
+        rows = device(f"{method} rows")
         at_once = max(1, ELEMENTS_MAX // logits.shape[-1])
         for begin in range(0, count, at_once):
             piece = slice(begin, min(begin + at_once, count))
             mine = rows[piece]
-            some = _Rows(logits[mine].float(), best[mine].float(), way, piece, device)
-            token_ids.index_copy_(0, mine, some.choose(min(plan.few, logits.shape[-1])))
+            some = _RowGroup(logits[mine].float(), best[mine].float(), method, piece, device)
+            token_ids.index_copy_(0, mine, some.choose(min(plan.top_k_max, logits.shape[-1])))
     return torch.where(best.isfinite(), token_ids, -1)
 
 
-class _Rows:
-    """Some rows that go one way, with what they want."""
+class _RowGroup:
+    """Some rows whose tokens are chosen by one method, with their options."""
 
-    def __init__(self, logits: torch.Tensor, best: torch.Tensor, way: Way, piece: slice, device: Device) -> None:
-        self._logits, self._best, self._way = logits, best[:, None], way
+    def __init__(
+        self, logits: torch.Tensor, best: torch.Tensor, method: SamplingMethod, piece: slice, device: DeviceArrays
+    ) -> None:
+        self._logits, self._best, self._method = logits, best[:, None], method
         self._piece, self._device = piece, device
 
     def _option(self, name: str) -> torch.Tensor:
-        return self._device(f"{self._way} {name}")[self._piece, None]
+        return self._device(f"{self._method} {name}")[self._piece, None]
 
-    def choose(self, few: int) -> torch.Tensor:
+    def choose(self, top_k_max: int) -> torch.Tensor:
         """A token id for each."""
-        if self._way is Way.PLAIN:
+        if self._method is SamplingMethod.PLAIN:
             token_ids = torch.arange(self._logits.shape[-1], dtype=torch.int32, device=self._logits.device)
             return self._scaled(self._logits).add_(self._noise(token_ids[None])).argmax(dim=-1)
-        if self._way is Way.FEW:
-            values, order = _largest(self._logits, few)
+        if self._method is SamplingMethod.TOP_K:
+            values, order = _largest(self._logits, top_k_max)
         else:
             # Not minus zero: to a device's sort it may be less than zero.
             values, order = (self._logits + 0.0).sort(dim=-1, descending=True, stable=True)
@@ -159,7 +162,7 @@ class _Rows:
 
     def _noise(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`chance.noise` of each row's key and these tokens, in double."""
-        halves = self._device(f"{self._way} key")[self._piece].view(torch.int32).view(-1, 2)
+        halves = self._device(f"{self._method} key")[self._piece].view(torch.int32).view(-1, 2)
         x = token_ids + halves[:, :1]
         spare = torch.empty_like(x)
         _mix(x, spare)
@@ -197,7 +200,7 @@ def peak_bytes(rows: int, vocabulary: int) -> int:
     return ELEMENT_BYTES * min(rows * vocabulary, max(vocabulary, ELEMENTS_MAX))
 
 
-def sample(logits: torch.Tensor, draws: Many[Draw], eos_token_ids: Many[int]) -> torch.Tensor:
-    """`choose`, with what the draws want moved there and then."""
-    plan = SamplingPlan.of(draws, eos_token_ids)
+def sample(logits: torch.Tensor, sampling_rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> torch.Tensor:
+    """`choose`, with the arrays of the plan moved to the device at once."""
+    plan = SamplingPlan.of(sampling_rows, eos_token_ids)
     return choose(logits, plan, lambda name: torch.from_numpy(plan.arrays[name]).to(logits.device))

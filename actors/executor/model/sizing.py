@@ -26,7 +26,7 @@ GRAPH_BYTES = 4 << 20
 """What the driver takes for a graph of its own, beside the memory that all share."""
 
 
-class Memory(Protocol):
+class DeviceMemory(Protocol):
     """A device's memory, in bytes. With `is_measured` it tells what steps take, and the pool's size goes by that."""
 
     is_measured: bool
@@ -56,36 +56,36 @@ class CudaMemory:
         self._device = device
 
     def total(self) -> int:
-        """As `Memory.total`."""
+        """As `DeviceMemory.total`."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     def free(self) -> int:
-        """As `Memory.free`."""
+        """As `DeviceMemory.free`."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def allocated(self) -> int:
-        """As `Memory.allocated`."""
+        """As `DeviceMemory.allocated`."""
         return torch.cuda.memory_allocated(self._device)
 
     def peak(self) -> int:
-        """As `Memory.peak`."""
+        """As `DeviceMemory.peak`."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device)
 
     def begin(self) -> None:
-        """As `Memory.begin`."""
+        """As `DeviceMemory.begin`."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-class HostMemory:
+class SystemMemory:
     """The machine's. What tensors take is not known there."""
 
     is_measured = False
 
     def total(self) -> int:
-        """As `Memory.total`."""
+        """As `DeviceMemory.total`."""
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def free(self) -> int:
@@ -97,24 +97,24 @@ class HostMemory:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def allocated(self) -> int:
-        """As `Memory.allocated`."""
+        """As `DeviceMemory.allocated`."""
         return 0
 
     def peak(self) -> int:
-        """As `Memory.peak`."""
+        """As `DeviceMemory.peak`."""
         return 0
 
     def begin(self) -> None:
         """Nothing to forget."""
 
 
-def memory_of(device: torch.device) -> Memory:
+def memory_of(device: torch.device) -> DeviceMemory:
     """The device's."""
-    return CudaMemory(device) if device.type == "cuda" else HostMemory()
+    return CudaMemory(device) if device.type == "cuda" else SystemMemory()
 
 
 @dataclass(frozen=True)
-class Budget:
+class MemoryBudget:
     """Bytes of a device's memory, and what takes them. `used` is all that is there before the pool, whoever's it is."""
 
     total: int
@@ -136,13 +136,13 @@ class Budget:
 
 
 def measure(
-    memory: Memory,
+    memory: DeviceMemory,
     fraction: float,
     step: Callable[[], None],
     sampling: int,
     decode: Callable[[], None] | None,
     graph_count: int,
-) -> Budget:
+) -> MemoryBudget:
     """Run the largest step and see what it takes; the weights are all that this process has on the device so far.
 
     `sampling` bytes follow a forward pass, after it has given its own back. Graphs share what the largest `decode` step
@@ -153,10 +153,10 @@ def measure(
     graphs = 0 if decode is None else _peak(memory, decode) + graph_count * GRAPH_BYTES
     memory.begin()
     total = memory.total()
-    return Budget(total, fraction, total - memory.free(), weights, peak, graphs)
+    return MemoryBudget(total, fraction, total - memory.free(), weights, peak, graphs)
 
 
-def _peak(memory: Memory, work: Callable[[], None]) -> int:
+def _peak(memory: DeviceMemory, work: Callable[[], None]) -> int:
     """What it takes beside what is there before."""
     memory.begin()
     before = memory.allocated()
@@ -171,7 +171,7 @@ def _peak(memory: Memory, work: Callable[[], None]) -> int:
     return memory.peak() - before
 
 
-def count_blocks(options: LoadOptions, block_bytes: int, budget: Budget | None) -> int:
+def count_blocks(options: LoadOptions, block_bytes: int, budget: MemoryBudget | None) -> int:
     """Blocks of the pool: as many as are asked for, or as many as the budget has room for. Raises CannotLoad.
 
     Without a budget that was measured, the host's free memory decides.

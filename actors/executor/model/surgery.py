@@ -1,4 +1,4 @@
-"""A model's anatomy: where its layers are, how to take a module's place and give it back, a small copy for trials."""
+"""The modules of a model: where its layers are, how to replace a module and undo that, a small copy for trials."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
-class Change:
+class ModuleReplacement:
     """What was done to a model: in so many places, and how to undo it."""
 
     count: int
@@ -38,17 +38,21 @@ def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList | None:
     """The list of layers, each of which attends; None where the model has no such list."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count and all(map(numbered, module)):
+        if (
+            isinstance(module, torch.nn.ModuleList)
+            and len(module) == count
+            and all(map(modules_with_layer_index, module))
+        ):
             return module
     return None
 
 
-def numbered(layer: torch.nn.Module) -> list[torch.nn.Module]:
+def modules_with_layer_index(layer: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules within that know which layer they belong to; who attends is among them."""
     return [module for module in layer.modules() if isinstance(getattr(module, "layer_idx", None), int)]
 
 
-def small_twin(model: PreTrainedModel) -> PreTrainedModel | None:
+def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
     """A float32 copy with the first layers only, as many as it takes to have one of each kind."""
     layers = decoder_layers(model)
     if layers is None:
@@ -56,9 +60,9 @@ def small_twin(model: PreTrainedModel) -> PreTrainedModel | None:
     kinds = [_kind(layer) for layer in layers]
     count = max(kinds.index(kind) for kind in kinds) + 1
     kept = torch.nn.ModuleList(copy.deepcopy(layer) for layer in layers[:count])
-    twin: PreTrainedModel = copy.deepcopy(model, {id(layers): kept})
-    torch.nn.Module.float(twin)
-    return twin
+    copied: PreTrainedModel = copy.deepcopy(model, {id(layers): kept})
+    torch.nn.Module.float(copied)
+    return copied
 
 
 def _kind(layer: torch.nn.Module) -> tuple[object, ...]:

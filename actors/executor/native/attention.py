@@ -41,7 +41,7 @@ class CueSlots(ctypes.Structure):
 
 
 class CueSequences(ctypes.Structure):
-    """A step's sequences, as `attention.h` has it."""
+    """A step's chunks, as `attention.h` has it."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("starts", "stops", "context_lengths", "table_offsets", "blocks")),
@@ -51,7 +51,7 @@ class CueSequences(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Pool:
+class LayerPool:
     """Addresses of one layer's keys and values, [blocks, kv_heads, block_size, head_dim] of `type`.
 
     For `INT8` the scales are float32 [blocks, kv_heads, block_size]. With `vnni_pairs` keys are
@@ -89,34 +89,34 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One step's tokens and sequences as the library reads them; keeps its arrays."""
+class StepLayout:
+    """One step's tokens and chunks as the library reads them; keeps its arrays."""
 
     token_count: int
     slots: CueSlots
-    sequences: CueSequences
+    chunks: CueSequences
     arrays: tuple[Ints, ...]
 
 
 def layout(
-    positions: Ints, blocks: Ints, offsets: Ints, sequences: Sequence[tuple[int, int, int]], tables: Sequence[Ints]
-) -> Layout:
-    """Lay a step out: per token a position, block and offset; per sequence (start, stop, context length), a table."""
+    positions: Ints, blocks: Ints, offsets: Ints, chunks: Sequence[tuple[int, int, int]], tables: Sequence[Ints]
+) -> StepLayout:
+    """Lay a step out: per token a position, block and offset; per chunk (start, stop, context length), a table."""
     token_count = len(positions)
-    if not token_count == len(blocks) == len(offsets) or len(sequences) != len(tables):
-        raise ValueError("per token one position, block and offset; per sequence one table")
-    if any(not 0 <= start < stop <= token_count for start, stop, _ in sequences):
-        raise ValueError(f"a sequence is a part of the {token_count} tokens")
-    bounds = np.array(sequences, np.int64).reshape(-1, 3)
+    if not token_count == len(blocks) == len(offsets) or len(chunks) != len(tables):
+        raise ValueError("per token one position, block and offset; per chunk one table")
+    if any(not 0 <= start < stop <= token_count for start, stop, _ in chunks):
+        raise ValueError(f"a chunk is a part of the {token_count} tokens")
+    bounds = np.array(chunks, np.int64).reshape(-1, 3)
     starts, stops, lengths = (np.ascontiguousarray(column) for column in bounds.T)
     entries = np.concatenate([np.zeros(0, np.int64), *tables]).astype(np.int64)
     ends = np.cumsum([0, *map(len, tables)], dtype=np.int64)
     slots = [np.ascontiguousarray(array, np.int64) for array in (positions, blocks, offsets)]
     arrays = (*slots, starts, stops, lengths, ends, entries)
-    return Layout(
+    return StepLayout(
         token_count,
         CueSlots(*(array.ctypes.data for array in slots), token_count),
-        CueSequences(*(a.ctypes.data for a in (starts, stops, lengths, ends, entries)), len(entries), len(sequences)),
+        CueSequences(*(a.ctypes.data for a in (starts, stops, lengths, ends, entries)), len(entries), len(chunks)),
         arrays,
     )
 
@@ -136,7 +136,7 @@ class AttentionKernels:
         self._rope.argtypes = (p, p, p, i32, p, p, i64, i32)
         self._attend.argtypes = (p, p, p, i64, p, i64, i32, ctypes.c_float)
 
-    def write(self, pool: Pool, step: Layout, keys: Floats, values: Floats) -> None:
+    def write(self, pool: LayerPool, step: StepLayout, keys: Floats, values: Floats) -> None:
         """Store keys and values, [tokens, kv_heads, head_dim] each."""
         shape = (step.token_count, pool.kv_heads, pool.head_dim)
         stride = pool.kv_heads * pool.head_dim
@@ -147,7 +147,9 @@ class AttentionKernels:
             )
         )
 
-    def rope_write(self, pool: Pool, step: Layout, qkv: Floats, heads: int, cosines: Floats, sines: Floats) -> None:
+    def rope_write(
+        self, pool: LayerPool, step: StepLayout, qkv: Floats, heads: int, cosines: Floats, sines: Floats
+    ) -> None:
         """Turn queries (in place) and keys, then store keys and values.
 
         `qkv` is [tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys, values. Tables are [positions, rotary / 2].
@@ -168,7 +170,7 @@ class AttentionKernels:
             )
         )
 
-    def attend(self, pool: Pool, step: Layout, q: Floats, out: Floats, heads: int, scale: float) -> None:
+    def attend(self, pool: LayerPool, step: StepLayout, q: Floats, out: Floats, heads: int, scale: float) -> None:
         """Attend with the first heads * head_dim numbers of each row of `q` into those of `out`."""
         size = heads * pool.head_dim
         if q.shape[1] < size or out.shape[1] < size:
@@ -177,7 +179,7 @@ class AttentionKernels:
         _check(
             self._attend(
                 ctypes.byref(kv),
-                ctypes.byref(step.sequences),
+                ctypes.byref(step.chunks),
                 _address(q, (step.token_count, q.shape[1])),
                 q.shape[1],
                 _address(out, (step.token_count, out.shape[1])),

@@ -12,7 +12,7 @@ from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ints: TypeAlias = npt.NDArray[np.int64]
-Table: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.int8]
+EmbeddingTable: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.int8]
 
 _TYPES = {"float32": FLOAT32, "uint16": BF16, "int8": INT8}
 
@@ -47,7 +47,7 @@ class SmallKernels:
         self._silu(gate, gate + 2 * width, width, out.ctypes.data, rows, width // 2)
         return out
 
-    def embed(self, ids: Ints, table: Table, scales: Floats | None = None) -> Floats:
+    def embed(self, ids: Ints, table: EmbeddingTable, scales: Floats | None = None) -> Floats:
         """Rows of a table: float32, bf16 as uint16, or int8 with a scale for each row."""
         rows, n = table.shape
         kind = _TYPES[table.dtype.name]

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from cuelight.actors.executor.lasting import LastingBytes, in_use
+from cuelight.actors.executor.lasting import HostMemoryMapping, in_use
 from cuelight.actors.executor.native.architecture import Architecture
 from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, CueKv
 from cuelight.messages.request import NULL_BLOCK, BlockCopies, CopyKind
@@ -29,7 +29,7 @@ TYPES: Mapping[int, np.dtype[np.float32] | np.dtype[np.uint16] | np.dtype[np.int
 
 
 @dataclass(frozen=True)
-class Memory:
+class BlockStorage:
     """Keys and values of some blocks, [blocks, layers, 2, kv_heads, block_size, head_dim], and for int8 the scale of
     each token and head, [blocks, layers, 2, kv_heads, block_size]; else no scales. Only the kernels care how numbers
     lie within a block and head. All of a block lies together: what no block has used yet takes no memory."""
@@ -48,16 +48,16 @@ class Memory:
         if self.scales.size:
             self.scales[_index(blocks)] = 0
 
-    def take(self, targets: Sequence[int], source: Memory, sources: Sequence[int]) -> None:
+    def take(self, targets: Sequence[int], source: BlockStorage, sources: Sequence[int]) -> None:
         """Copy blocks from there."""
         self.numbers[_index(targets)] = source.numbers[_index(sources)]
         if self.scales.size:
             self.scales[_index(targets)] = source.scales[_index(sources)]
 
 
-class Pools:
+class NativeKVPool:
     """Keys and values of `block_count` blocks for the kernels, and of `host_block_count` beside them, in memory that
-    is `lasting` or of their own. `vnni_pairs`: the layout for dot-product instructions.
+    is `host_memory` or of their own. `vnni_pairs`: the layout for dot-product instructions.
 
     Raises MemoryError.
     """
@@ -69,33 +69,35 @@ class Pools:
         block_size: int,
         kind: int,
         host_block_count: int = 0,
-        lasting: LastingBytes | None = None,
+        host_memory: HostMemoryMapping | None = None,
         vnni_pairs: bool = False,
     ) -> None:
         self._a, self._kind, self._vnni_pairs = architecture, kind, vnni_pairs
         self.block_count, self.block_size, self.host_block_count = block_count, block_size, host_block_count
         # Zeros that the system gives page by page, when a block is first written.
         self._device = self._zeros(block_count)
-        self._lasting = lasting
-        self._host = self._zeros(host_block_count) if lasting is None else self._within(lasting, host_block_count)
+        self._host_memory = host_memory
+        self._host = (
+            self._zeros(host_block_count) if host_memory is None else self._within(host_memory, host_block_count)
+        )
 
     def _shape(self, blocks: int) -> tuple[int, ...]:
         return (blocks, self._a.layers, 2, self._a.kv_heads, self.block_size)
 
-    def _zeros(self, blocks: int) -> Memory:
+    def _zeros(self, blocks: int) -> BlockStorage:
         a, shape = self._a, self._shape(blocks)
         try:
             scales = np.zeros(shape if self._kind == INT8 else 0, np.float32)
-            return Memory(cast(Stored, np.zeros((*shape, a.head_dim), TYPES[self._kind])), scales)
+            return BlockStorage(cast(Stored, np.zeros((*shape, a.head_dim), TYPES[self._kind])), scales)
         except (ValueError, OverflowError) as error:  # numpy cannot even count them
             raise MemoryError(str(error)) from error
 
-    def _within(self, lasting: LastingBytes, blocks: int) -> Memory:
+    def _within(self, host_memory: HostMemoryMapping, blocks: int) -> BlockStorage:
         a, shape = self._a, self._shape(blocks)
         runs = math.prod(shape)
-        scales = np.frombuffer(lasting.data, np.float32, runs if self._kind == INT8 else 0)
-        numbers = np.frombuffer(lasting.data, TYPES[self._kind], runs * a.head_dim, scales.nbytes)
-        return Memory(
+        scales = np.frombuffer(host_memory.data, np.float32, runs if self._kind == INT8 else 0)
+        numbers = np.frombuffer(host_memory.data, TYPES[self._kind], runs * a.head_dim, scales.nbytes)
+        return BlockStorage(
             cast(Stored, numbers.reshape(*shape, a.head_dim)), scales.reshape(shape) if scales.size else scales
         )
 
@@ -133,10 +135,10 @@ class Pools:
         target = self._host if copies.copying is CopyKind.SAVE else self._device
         self._check(source, copies.sources)
         self._check(target, copies.targets)
-        with nullcontext() if copies.copying is CopyKind.FORK else in_use(self._lasting):
+        with nullcontext() if copies.copying is CopyKind.FORK else in_use(self._host_memory):
             target.take(copies.targets, source, copies.sources)
 
-    def _check(self, memory: Memory, blocks: Sequence[int]) -> None:
+    def _check(self, memory: BlockStorage, blocks: Sequence[int]) -> None:
         first = 0 if memory is self._host else NULL_BLOCK + 1
         count = memory.block_count
         assert all(first <= block < count for block in blocks), "a copied block exists, and is not the null block"

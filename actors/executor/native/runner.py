@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuelight.actors.executor.batch import Batch, Ints, Rows
-from cuelight.actors.executor.native.attention import Layout, layout
+from cuelight.actors.executor.batch import Batch, DeviceRows, Ints
+from cuelight.actors.executor.native.attention import StepLayout, layout
 from cuelight.actors.executor.native.decoder import NativeDecoder
-from cuelight.actors.executor.native.pool import Pools
+from cuelight.actors.executor.native.pool import NativeKVPool
 from cuelight.actors.executor.native.sampler import Sampler
 from cuelight.messages.executor import ExecuteStep
 from cuelight.messages.request import BlockCopies, HostTier
@@ -20,8 +20,8 @@ from cuelight.messages.scheduler import StepDone
 class NativeBatch(Batch):
     """A step's batch, and how the kernels read it."""
 
-    layout: Layout
-    drawn: Ints
+    layout: StepLayout
+    sampled: Ints
 
 
 class NativeRunner:
@@ -30,46 +30,46 @@ class NativeRunner:
     Sampled tokens stay in `_last_tokens`, by slot, and feed the next step from there.
     """
 
-    def __init__(self, decoder: NativeDecoder, pools: Pools, sampler: Sampler, host: HostTier) -> None:
+    def __init__(self, decoder: NativeDecoder, pool: NativeKVPool, sampler: Sampler, host: HostTier) -> None:
         self._decoder = decoder
-        self._pools = pools
+        self._pool = pool
         self._sampler = sampler
         self.host = host
-        self._rows = Rows(pools.block_size)
+        self._rows = DeviceRows(pool.block_size)
         self._last_tokens: Ints = np.zeros(0, np.int64)
 
     @property
     def block_count(self) -> int:
         """Blocks in the KV pool, the null block included."""
-        return self._pools.block_count
+        return self._pool.block_count
 
     @property
     def block_size(self) -> int:
         """Token slots per block."""
-        return self._pools.block_size
+        return self._pool.block_size
 
     def copy(self, copies: BlockCopies) -> None:
         """Copy whole blocks."""
-        self._pools.copy(copies)
+        self._pool.copy(copies)
 
     def prepare(self, step: ExecuteStep) -> Batch:
         """Lay out one step on the host."""
         batch = self._rows.prepare(step)
-        sequences = [(each.start, each.stop, each.context_length) for each in batch.sequences]
-        tables = [each.block_ids for each in batch.sequences]
-        laid_out = layout(batch.positions, batch.blocks, batch.offsets, sequences, tables)
-        drawn = np.array([draw.index for draw in batch.draws], np.int64)
-        return NativeBatch(**vars(batch), layout=laid_out, drawn=drawn)
+        chunks = [(each.start, each.stop, each.context_length) for each in batch.chunks]
+        tables = [each.block_ids for each in batch.chunks]
+        laid_out = layout(batch.positions, batch.blocks, batch.offsets, chunks, tables)
+        sampled = np.array([row.index for row in batch.sampling_rows], np.int64)
+        return NativeBatch(**vars(batch), layout=laid_out, sampled=sampled)
 
     def run(self, batch: Batch) -> StepDone:
         """One forward pass and one sampled token for each row that reached its end."""
         assert isinstance(batch, NativeBatch), "batches come from `prepare`"
         if batch.fed:
             batch.token_ids[batch.fed] = self._last_tokens[batch.fed_slots]
-        logits, best = self._decoder.decode(batch.token_ids, batch.layout, batch.drawn)
-        token_ids: list[int] = self._sampler.choose(logits, best, batch.draws).tolist()
-        for draw, token_id in zip(batch.draws, token_ids, strict=True):
-            self._keep(draw.slot, token_id)
+        logits, best = self._decoder.decode(batch.token_ids, batch.layout, batch.sampled)
+        token_ids: list[int] = self._sampler.choose(logits, best, batch.sampling_rows).tolist()
+        for row, token_id in zip(batch.sampling_rows, token_ids, strict=True):
+            self._keep(row.slot, token_id)
         return batch.done(token_ids)
 
     def _keep(self, slot: int, token_id: int) -> None:

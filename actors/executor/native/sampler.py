@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cuelight.actors.executor.batch import Draw
+from cuelight.actors.executor.batch import SamplingRow
 from cuelight.actors.executor.chance import key
 
 Floats = npt.NDArray[np.float32]
@@ -54,36 +54,36 @@ class Sampler:
         self._kernel = SampleKernel(library)
         self._eos_token_ids = eos_token_ids
 
-    def choose(self, logits: Floats, best: Ints, draws: Sequence[Draw]) -> Ints:
+    def choose(self, logits: Floats, best: Ints, sampling_rows: Sequence[SamplingRow]) -> Ints:
         """A token for each row of logits [rows, vocabulary], which it may change; -1 for a row without finite logits.
 
         `best` is the most probable token of each, or -1, and becomes the answer.
         """
         sampled = []
-        for row, draw in enumerate(draws):
+        for row, sampling_row in enumerate(sampling_rows):
             if best[row] < 0:
                 continue
-            if draw.output_index < draw.sampling.min_tokens:
-                best[row] = self._forbid_ends(logits[row], draw)
-            if draw.sampling.temperature > 0:
+            if sampling_row.output_index < sampling_row.sampling.min_tokens:
+                best[row] = self._forbid_ends(logits[row], sampling_row)
+            if sampling_row.sampling.temperature > 0:
                 sampled.append(row)
         if sampled:
-            self._sample(logits, best, draws, sampled)
+            self._sample(logits, best, sampling_rows, sampled)
         return best
 
-    def _forbid_ends(self, logits: Floats, draw: Draw) -> int:
+    def _forbid_ends(self, logits: Floats, sampling_row: SamplingRow) -> int:
         """The most probable of the other tokens, or -1."""
-        sampling = draw.sampling
+        sampling = sampling_row.sampling
         logits[[*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)]] = -np.inf
         best = int(logits.argmax())
         return best if logits[best] > -np.inf else -1
 
-    def _sample(self, logits: Floats, best: Ints, draws: Sequence[Draw], sampled: Sequence[int]) -> None:
-        temperatures, top_p = np.zeros((2, len(draws)))
-        top_k, keys = np.zeros(len(draws), np.int64), np.zeros(len(draws), np.uint64)
+    def _sample(self, logits: Floats, best: Ints, sampling_rows: Sequence[SamplingRow], sampled: Sequence[int]) -> None:
+        temperatures, top_p = np.zeros((2, len(sampling_rows)))
+        top_k, keys = np.zeros(len(sampling_rows), np.int64), np.zeros(len(sampling_rows), np.uint64)
         for row in sampled:
-            draw = draws[row]
-            sampling = draw.sampling
+            sampling_row = sampling_rows[row]
+            sampling = sampling_row.sampling
             temperatures[row], top_k[row], top_p[row] = sampling.temperature, sampling.top_k, sampling.top_p
-            keys[row] = key(sampling.seed or 0, draw.position)
+            keys[row] = key(sampling.seed or 0, sampling_row.position)
         self._kernel.sample(logits, temperatures, top_k, top_p, keys, best)

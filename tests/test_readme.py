@@ -9,12 +9,10 @@ import logging
 import re
 import shutil
 from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 
-import msgspec
 import pytest
 import structlog
 import transformers
@@ -22,8 +20,6 @@ from tiny_models import GROUPED, save
 
 import cuelight.messages
 from cuelight import Engine, cli, errors, store
-from cuelight.config import EngineConfig
-from cuelight.messages.request import Sampling
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -75,24 +71,6 @@ def test_python_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
 
     asyncio.run(run_excerpts())
     assert "BadSampling: temperature is -1.0; it must be" in capsys.readouterr().out
-
-
-def option_table(heading: str) -> dict[str, str]:
-    """The defaults that the table under a heading gives, by option."""
-    section = README.split(f"### {heading}\n", 1)[1].split("\n#", 1)[0]
-    return dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \| .+ \|$", section, re.MULTILINE))
-
-
-def shown(defaults: Mapping[str, object]) -> dict[str, str]:
-    """Values as the README writes them."""
-    return {name: repr(value).replace("'", '"') for name, value in defaults.items()}
-
-
-def test_option_tables_hold_the_defaults_in_order() -> None:
-    request = shown(msgspec.structs.asdict(Sampling()))
-    engine = shown({field.name: field.default for field in fields(EngineConfig)})
-    assert list(option_table("Options of a request").items()) == list(request.items())
-    assert list(option_table("Options of an engine").items()) == list(engine.items())
 
 
 def test_every_error_is_named() -> None:

@@ -27,7 +27,7 @@ from cuelight.fingerprint import fingerprint
 from cuelight.messages.request import FinishReason
 from cuelight.model_facts import ModelFacts
 from cuelight.testing import END_TOKEN, crash, stub_engine, stub_parts
-from cuelight.trial import Tally, run_history
+from cuelight.trial import RunTotals, run_seed
 
 CAPITALS = "_ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -463,9 +463,9 @@ async def test_those_preempted_are_finished_by_the_first(policy: str) -> None:
 
 
 def test_histories_in_which_executors_take_over_and_die() -> None:
-    total = Tally()
+    total = RunTotals()
     for seed in range(1000, 1060):
-        run_history(seed, 8, total)
+        run_seed(seed, 8, total)
     assert total.changes > 20
     assert total.crashes > 20
 

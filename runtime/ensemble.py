@@ -44,7 +44,7 @@ B = TypeVar("B")
 log = get_logger("cuelight.engine")
 
 RESTART_POLICY = RestartPolicy(restarts_max=50, window_seconds=60.0, backoff_seconds=0.01, backoff_max_seconds=0.2)
-"""A life is cheap: whoever is new asks its neighbours, and goes on."""
+"""A life is cheap: a new actor asks its peers, and goes on."""
 
 EXECUTOR_RESTART_POLICY = RestartPolicy(
     restarts_max=100, window_seconds=60.0, backoff_seconds=0.02, backoff_max_seconds=0.2, restarts_at_start=True

@@ -1,4 +1,4 @@
-"""What the scheduler does when a neighbour dies, hangs or has forgotten; and how it begins where another one was."""
+"""The scheduler when a peer dies, hangs or has lost its state, and a new scheduler in place of another."""
 
 from __future__ import annotations
 
@@ -168,9 +168,9 @@ def test_whoever_was_there_twice_runs_alone_until_it_has_sampled_two_tokens() ->
     assert not blame.may_be_in_flight([(first, 1)], [[(third, 1, 0)]])
     assert not blame.may_be_in_flight([(third, 1)], [[(first, 1, 0)]])
     assert blame.may_be_in_flight([(third, 1)], [[(third, 1, 0)]])
-    blame.clear_if_sampled(first)
+    blame.count_sampled(first)
     assert first.suspect
-    blame.clear_if_sampled(first)
+    blame.count_sampled(first)
     assert (first.suspect, first.crashes) == (False, 0)
     assert blame.attribute_crash([second], from_outside=True) is None
     assert blame.attribute_crash([second], from_outside=True) is None

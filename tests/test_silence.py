@@ -1,4 +1,4 @@
-"""A neighbour that does not answer: it is named, and nothing else is disturbed by looking."""
+"""A peer that does not answer is named, and the watchdogs disturb nothing else."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_one_timer_runs_where_a_wake_up_is_heard_after_it_was_given_up() -> None
 
 
 class Watch:
-    """A patience, and the seconds after which it wanted to be woken."""
+    """A watchdog, and the seconds after which it wanted to be woken."""
 
     def __init__(self, least: float, first: float, fixed: float | None = None) -> None:
         self.due: list[float] = []

@@ -133,7 +133,7 @@ class BlockTables:
     def release(self, filled: Filled, *, is_poisoned: bool = False) -> None:
         """Fill, then free the table, its tail first. Harmless for a request that holds nothing.
 
-        Nobody finds from now on what a spoilt one has computed.
+        No request finds from now on what a poisoned one has computed.
         """
         self._refused.pop(filled.request_id, None)
         table = self._tables.pop(filled.request_id, None)

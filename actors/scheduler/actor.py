@@ -1,6 +1,6 @@
 """The scheduler: every request's life, and what each step computes. Knows tokens; not blocks, text or tensors.
 
-The state is in `workload.py`, the step loop in `next_step.py`; what follows when a neighbour dies, in `succession.py`.
+The state is in `workload.py`, the step loop in `next_step.py`; what follows when a peer dies, in `succession.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ log = get_logger("cuelight.scheduler")
 
 
 class _Wake(msgspec.Struct, frozen=True, tag=True):
-    """Time to see to this: to the deadlines, or whether a neighbour still answers."""
+    """A timer has ended: that of the deadlines, or the watchdog on a peer."""
 
     what: str
 
@@ -66,7 +66,7 @@ SchedulerInbox: TypeAlias = SchedulerMessage | Terminated | _Wake
 class Scheduler(Actor[SchedulerInbox]):
     """Hears what concerns requests, steps and executors, and plans again after each message.
 
-    A new one asks its neighbours what there is. Until it has heard, it plans nothing.
+    A new scheduler asks its peers what there is, and plans nothing until `RestoreState` has come.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Scheduler(Actor[SchedulerInbox]):
             self._check_peer(what, now)
 
     def _check_peer(self, peer: str, now: float) -> None:
-        """A neighbour that does not answer is replaced, if it can be; and whoever asks is to know why they wait."""
+        """Kill a peer that does not answer, if that can be done, and note why requests wait."""
         if (silence := self._watchdogs.named(peer).silence(now)) is not None:
             reason = f"the {peer} has not answered for {round(silence, 1):g} s"
             self._state.note_silence(reason)

@@ -1,4 +1,4 @@
-"""Who brought the executor down: requests that were with it each time, until one of them was alone with it.
+"""Fault attribution: which request brought the executor down, from those that were with it each time it died.
 
 A request is with it if a step in flight computes it. Whoever was, twice, runs alone until it has sampled some tokens;
 then its next one is its own. A kill from outside says little: operators and the system's memory killer hit anybody.
@@ -37,7 +37,7 @@ def is_from_outside(death: Terminated, scheduler: str) -> bool:
 
 
 def attribute_crash(present: Iterable[Request], *, from_outside: bool) -> Request | None:
-    """The executor died with these requests' steps in flight: who is at fault beyond doubt, if anybody is."""
+    """Attribute the executor's death to one of the requests whose steps were in flight; None where that is open."""
     suspects = list(dict.fromkeys(present))
     for request in suspects:
         request.crashes += 1
@@ -54,14 +54,14 @@ def attribute_crash(present: Iterable[Request], *, from_outside: bool) -> Reques
 
 def may_be_in_flight(plan: Sequence[tuple[Request, int]], steps: Iterable[Sequence[Planned]]) -> bool:
     """Whether this step may go to the executor beside those that are there: who runs alone is alone in all of them."""
-    alone = [plan[0][0], *[step[0][0] for step in steps]]  # for one who runs alone is the only one of its step
-    if any(each.suspect and each.crashes >= CRASHES_BEFORE_ALONE for each in alone):
-        return len(set(alone)) == 1
+    firsts = [plan[0][0], *[step[0][0] for step in steps]]  # a request that runs alone is the only one of its step
+    if any(each.suspect and each.crashes >= CRASHES_BEFORE_ALONE for each in firsts):
+        return len(set(firsts)) == 1
     return True
 
 
-def clear_if_sampled(request: Request) -> None:
-    """It has a new token: a step with it went well."""
+def count_sampled(request: Request) -> None:
+    """Count a sampled token: after enough of them, `request` is not suspected of earlier crashes any more."""
     request.has_failed = False
     if not request.crashes:
         request.suspect = False

@@ -13,9 +13,10 @@ DEFERRED_MAX: Final = 256
 
 
 class PrefixWaiters:
-    """Whose prefix each waits for, and how many tokens of it they share; with nobody known, until there is any news.
+    """Requests that are set aside, each with the running request whose prefix it waits for and the tokens they share.
 
-    Counts the news: whatever may let somebody in, blocks given back or prefixes computed.
+    Without a running request, one waits until the next change. `generation` counts changes: blocks that were given back
+    and prefixes that were computed.
     """
 
     def __init__(self) -> None:
@@ -42,11 +43,11 @@ class PrefixWaiters:
         return True
 
     def forget(self, request: Request) -> None:
-        """It waits no longer."""
+        """Remove `request` from the prefix waiters."""
         self._leaders.pop(request, None)
 
     def reopen(self, source: Request | None) -> None:
-        """There is news: let go whoever waits for what this request has computed, or never will."""
+        """Count a change, and let go the requests that wait for what `source` has computed, or never will."""
         self.generation += 1
         if self._leaders:
             self._leaders = {

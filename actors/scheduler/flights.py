@@ -146,12 +146,10 @@ class InFlightSteps:
         self._end_epoch()
         return plan
 
-    def void(self) -> list[list[Planned]]:
-        """All steps and all that was to be copied are void, as are the blocks; what the steps were to compute."""
-        plans = list(self)
+    def void(self) -> None:
+        """Drop all steps and all copies due: the blocks are lost."""
         self._end_epoch()
         self.forget_batch(contents_lost=True)
-        return plans
 
     def forget_batch(self, *, contents_lost: bool) -> None:
         """Begin the next step with an empty batch, and without the copies due if the contents of blocks are lost."""

@@ -84,7 +84,7 @@ class Outbox:
         self.counts["preemptions"] += 1
 
     def release(self, filled: cache.Filled, *, is_poisoned: bool = False) -> None:
-        """These blocks are held no longer, and what the request computed is of no use to others if it is spoilt."""
+        """Give these blocks back; where the request is poisoned, what it computed is never found as a prefix."""
         self._released.append(filled)
         if is_poisoned:
             self._poisoned.append(filled.request_id)

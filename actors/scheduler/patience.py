@@ -1,4 +1,4 @@
-"""Whether a neighbour still answers: for how long one may be silent is learnt from how long it took before."""
+"""Watchdogs on peers: how long a peer may take to answer is learnt from its recent answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from cuelight.kernel import Timer
 
 FACTOR: Final = 10.0
-"""A neighbour may take so many times as long as the longest of its recent answers."""
+"""How many times as long as the longest of its recent answers a peer may take."""
 
 RECENT_ANSWERS: Final = 64
 
@@ -50,7 +50,7 @@ class _WatchedAnswer(NamedTuple):
 
 
 class Watchdog:
-    """One neighbour's unanswered questions. While there are any, a timer runs; it is not moved for each of them.
+    """One peer's unanswered questions. While there are any, a timer runs; it is not moved for each of them.
 
     A question's size is what the answer takes time for; larger ones than those answered may take longer in proportion.
     `least_seconds` it may always take, and `first_seconds`, or as many times what it took to be there, for the first

@@ -183,7 +183,7 @@ class Queue:
 
         `size` says how much of `total` a request holds, or would hold; those set aside cannot be let in. The one's
         tenant lacks its share and has not received more, beyond the leeway. Of the tenant that holds most, the last in
-        rank gives way that is not sheltered, if that tenant still holds no less afterwards, each by its weight: so
+        rank gives way that is not protected, if that tenant still holds no less afterwards, each by its weight: so
         nobody can take back what it gave, and with one tenant alone nobody gives way.
         """
         if not self._policy.is_fair or not self._lanes:
@@ -232,7 +232,7 @@ class Queue:
     def victim(self, running: Iterable[Request]) -> Request:
         """Who of these loses its blocks first: of the tenant that has received most, the last in rank.
 
-        Those that are sheltered come after all others: they would only take their place back.
+        Protected requests come after all others: they would only take their place back.
         """
         is_fair, counters = self._policy.is_fair, self._counters
         return max(

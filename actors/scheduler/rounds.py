@@ -29,21 +29,21 @@ class PlannedRound:
 
 
 class AdmissionPlanner:
-    """Decides rounds; changes nothing but what the chronicle says of why nobody comes in."""
+    """Decides rounds. Changes nothing but the obstacles in the timeline."""
 
     def __init__(
         self,
         limits: StepLimits,
         budget: AdaptiveTokenBudget,
         waiting: Queue,
-        door: AdmissionGate,
+        gate: AdmissionGate,
         timeline: Timeline,
         now: Callable[[], float],
     ) -> None:
         self._limits = limits
         self._budget = budget
         self._waiting = waiting
-        self._door = door
+        self._gate = gate
         self._timeline = timeline
         self._now = now
 
@@ -63,11 +63,11 @@ class AdmissionPlanner:
         return sum([count for _, count in self.planned(others, others_wait=True)]) < self._budget.tokens
 
     def next(self, running: Collection[Request], *, admit: bool, claimant: Request | None) -> PlannedRound:
-        """The next one. Only where they may be admitted do others count; with a usurper nobody else is.
+        """Decide the next round. Waiting requests count only if they may be admitted.
 
-        Its victim might come back in its place.
+        With a `claimant`, no other request is admitted: its victim might come back in its place.
         """
-        others_wait = admit and len(self._waiting) > 0 and self._door.closed(running, self._now()) is None
+        others_wait = admit and len(self._waiting) > 0 and self._gate.closed(running, self._now()) is None
         # A long prompt leaves room for those that wait; what they do not take it gets when blocks are granted.
         plan = self.planned(running, others_wait=others_wait)
         growths = [cache.Growth(r.request_id, r.scheduled + n) for r, n in plan if r.scheduled + n > r.capacity]
@@ -85,8 +85,8 @@ class AdmissionPlanner:
         if not self._waiting:
             return []
         now = self._now()
-        obstacle = self._door.obstacle(running, tokens_left, now)
-        candidates = [] if obstacle is not None else self._door.candidates(running, now)
+        obstacle = self._gate.obstacle(running, tokens_left, now)
+        candidates = [] if obstacle is not None else self._gate.candidates(running, now)
         if not candidates:
             self._timeline.obstacle(obstacle or NEXT_IN_LINE_WAIT, now)
         return candidates

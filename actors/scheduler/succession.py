@@ -140,7 +140,7 @@ class ExecutorManager:
                 self._executor_failed(error)
 
     def _peer_died(self, death: Terminated) -> None:
-        """A neighbour's life is over. In order, only where all end, or where somebody has arranged for it."""
+        """Recover from the end of a peer's life; without an error it was stopped, or its restart is arranged for."""
         cache_role, executor_role = self._peers.cache_role, self._peers.executor_role
         if cache_role is not None and death.actor == cache_role.name:
             if death.cause is not ExitCause.STOPPED:

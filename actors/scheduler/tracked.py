@@ -176,10 +176,10 @@ class Request:
         return self.capacity or len(self.token_ids)
 
     def filled(self) -> Filled:
-        """What the cache manager has not been told of the blocks' contents."""
-        news = tuple(self.token_ids[self.reported : self.computed])
+        """What of the blocks' contents was not reported to the cache manager yet."""
+        unreported = tuple(self.token_ids[self.reported : self.computed])
         self.reported = max(self.reported, self.computed)
-        return Filled(self.request_id, self.computed, news)
+        return Filled(self.request_id, self.computed, unreported)
 
     def stop_at(self, output_tokens: int) -> None:
         """Forget output beyond the `output_tokens`-th token: its text ended there."""

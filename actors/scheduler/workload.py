@@ -319,7 +319,7 @@ class SchedulerState:
     def _append(self, request: Request, token_id: int) -> None:
         request.pending -= 1
         request.token_ids.append(token_id)
-        blame.clear_if_sampled(request)
+        blame.count_sampled(request)
         self._queue.charge(request, OUTPUT_TOKEN_COST)
         if (reason := stop_reason(request, token_id, self._eos_token_ids)) is not None:
             self.end(request, reason)

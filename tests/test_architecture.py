@@ -52,9 +52,7 @@ KNOWN_IN_CIRCLES: Set[str] = set()
 KNOWN_PACKAGES_IN_CIRCLES: Set[str] = set()
 KNOWN_COMPONENTS_IN_CIRCLES: Set[str] = set()
 KNOWN_FLOORS: Set[str] = set()
-KNOWN_CLASS_NAMES: Set[str] = {
-    "Backend", "Chat", "Event", "Memory", "Plan", "Stream", "Streams",
-}  # fmt: skip
+KNOWN_CLASS_NAMES: Set[str] = set()
 KNOWN_LONG_FILES: Set[str] = {
     "test_engine.py", "test_executor_model.py", "test_intake_actor.py", "test_kernel.py", "test_kernel_journal.py",
     "test_kernel_placement.py", "test_kernel_simulation.py", "test_kernel_supervision.py",

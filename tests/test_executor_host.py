@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import Recorder
 
-from cuelight.actors.executor.model.costs import BLOCKS_MAX, TOKENS_MAX, measure
+from cuelight.actors.executor.model.costs import BLOCKS_MAX, TOKENS_MAX, measure_costs
 from cuelight.actors.executor.model.host import HostPool
 from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.stub import StubDevice, hashed_token, stub_host
@@ -251,7 +251,7 @@ def test_costs_are_per_block_and_per_token_and_leave_nothing_behind(
         for tensor in (*pool.keys, *pool.values):
             tensor[1 : 1 + blocks] = torch.nan
 
-    tier = measure(pool, host, token_limit, prefill, Clock(late=4))
+    tier = measure_costs(pool, host, token_limit, prefill, Clock(late=4))
     assert tier == HostTier(host_block_count, 1.0 / moved, 1.0 / computed), "one late copy does not count"
     assert set(asked) == {computed}
     assert not any(tensor.any() for tensor in (*pool.keys, *pool.values, *host.keys, *host.values))

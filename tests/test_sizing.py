@@ -22,7 +22,7 @@ from cuelight.actors.executor.model.sizing import (
     SystemMemory,
     count_blocks,
     gib,
-    measure,
+    measure_memory,
     memory_of,
 )
 from cuelight.actors.executor.options import CannotLoad
@@ -78,7 +78,7 @@ def works(memory: FakeMemory, *names: str) -> list[Callable[[], None]]:
 def test_the_pool_takes_what_weights_steps_and_graphs_leave_over() -> None:
     memory = FakeMemory(100 * GIB, others=3 * GIB, weights=16 * GIB, reserve=9 * GIB, uses=[5 * GIB, 2 * GIB])
     step, decode = works(memory, "step", "decode")
-    budget = measure(memory, 0.9, step, sampling=GIB, decode=decode, graph_count=10)
+    budget = measure_memory(memory, 0.9, step, sampling=GIB, decode=decode, graph_count=10)
     graphs = 2 * GIB + 10 * GRAPH_BYTES
     assert budget == MemoryBudget(100 * GIB, 0.9, used=19 * GIB, weights=16 * GIB, step=5 * GIB, graphs=graphs)
     assert budget.pool == 90 * GIB - 19 * GIB - 5 * GIB - graphs
@@ -89,7 +89,7 @@ def test_the_pool_takes_what_weights_steps_and_graphs_leave_over() -> None:
 def test_sampling_counts_where_it_takes_more_than_the_forward_pass() -> None:
     memory = FakeMemory(100, weights=10, uses=[20])
     (step,) = works(memory, "step")
-    budget = measure(memory, 1.0, step, sampling=30, decode=None, graph_count=99)
+    budget = measure_memory(memory, 1.0, step, sampling=30, decode=None, graph_count=99)
     assert (budget.step, budget.graphs, budget.pool) == (30, 0, 60)
 
 
@@ -113,7 +113,7 @@ def test_a_step_that_finds_no_memory_is_refused_with_the_numbers() -> None:
 
     memory = FakeMemory(16 * GIB, others=GIB, weights=14 * GIB)
     with pytest.raises(CannotLoad, match=r"of 16.00 GiB its weights take 14.00 GiB, 15.00 GiB are in use.* 7 GiB"):
-        measure(memory, 0.9, step, sampling=0, decode=None, graph_count=0)
+        measure_memory(memory, 0.9, step, sampling=0, decode=None, graph_count=0)
 
 
 def test_bytes_for_people() -> None:

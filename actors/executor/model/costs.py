@@ -20,7 +20,7 @@ BLOCKS_MAX = 8
 MOVES = 5
 
 
-def measure(
+def measure_costs(
     pool: KVPool, host: HostPool, token_limit: int, prefill: Callable[[int], None], now: Callable[[], float]
 ) -> HostTier:
     """Move blocks, and compute some; all of them are zeros again afterwards.

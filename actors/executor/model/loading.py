@@ -15,8 +15,7 @@ from cuelight.actors.executor.batch import Batch, BatchChunk, Ints
 from cuelight.actors.executor.model.attention import Attention, UnsupportedAttention, attending, register
 from cuelight.actors.executor.model.backends import AttentionBackend, AttentionSpec, choose
 from cuelight.actors.executor.model.compiling import compile_layers
-from cuelight.actors.executor.model.costs import TOKENS_MAX
-from cuelight.actors.executor.model.costs import measure as measure_costs
+from cuelight.actors.executor.model.costs import TOKENS_MAX, measure_costs
 from cuelight.actors.executor.model.graphs import PlanningBackend, kept_bytes, sizes_up_to
 from cuelight.actors.executor.model.host import HostPool
 from cuelight.actors.executor.model.linear import pack, quantize
@@ -25,8 +24,7 @@ from cuelight.actors.executor.model.pool import KVPool
 from cuelight.actors.executor.model.probing import Probe, spread, vocabulary_of
 from cuelight.actors.executor.model.reading import choose_device, choose_dtype, context_length, read_config, read_model
 from cuelight.actors.executor.model.sampling import peak_bytes
-from cuelight.actors.executor.model.sizing import DeviceMemory, MemoryBudget, count_blocks, memory_of
-from cuelight.actors.executor.model.sizing import measure as measure_memory
+from cuelight.actors.executor.model.sizing import DeviceMemory, MemoryBudget, count_blocks, measure_memory, memory_of
 from cuelight.actors.executor.model.witness import ModelCheck
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.options import CannotLoad, LoadOptions
@@ -80,12 +78,12 @@ def load(options: LoadOptions, memory: Callable[[torch.device], DeviceMemory] = 
         CannotLoad: the folder, dtype, device or architecture cannot be served, or memory does not suffice.
     """
     try:
-        return _ModelLoader(options, memory).load()
+        return _TransformersLoader(options, memory).load()
     except torch.OutOfMemoryError as error:
         raise CannotLoad(f"the model does not fit: {error}") from error
 
 
-class _ModelLoader:
+class _TransformersLoader:
     """The phases of one start, in order."""
 
     def __init__(self, options: LoadOptions, memory: Callable[[torch.device], DeviceMemory]) -> None:

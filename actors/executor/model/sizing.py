@@ -135,7 +135,7 @@ class MemoryBudget:
         return f"{allowed}; {taken}, a step takes up to {gib(self.step)} and graphs {gib(self.graphs)}"
 
 
-def measure(
+def measure_memory(
     memory: DeviceMemory,
     fraction: float,
     step: Callable[[], None],

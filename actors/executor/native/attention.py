@@ -143,7 +143,7 @@ class AttentionKernels:
         kv = pool.structure()
         _check(
             self._write(
-                ctypes.byref(kv), ctypes.byref(step.slots), _address(keys, shape), _address(values, shape), stride
+                ctypes.byref(kv), ctypes.byref(step.slots), address_of(keys, shape), address_of(values, shape), stride
             )
         )
 
@@ -161,10 +161,10 @@ class AttentionKernels:
             self._rope(
                 ctypes.byref(kv),
                 ctypes.byref(step.slots),
-                _address(qkv, shape),
+                address_of(qkv, shape),
                 heads,
-                _address(cosines, (rows, half)),
-                _address(sines, (rows, half)),
+                address_of(cosines, (rows, half)),
+                address_of(sines, (rows, half)),
                 rows,
                 2 * half,
             )
@@ -180,9 +180,9 @@ class AttentionKernels:
             self._attend(
                 ctypes.byref(kv),
                 ctypes.byref(step.chunks),
-                _address(q, (step.token_count, q.shape[1])),
+                address_of(q, (step.token_count, q.shape[1])),
                 q.shape[1],
-                _address(out, (step.token_count, out.shape[1])),
+                address_of(out, (step.token_count, out.shape[1])),
                 out.shape[1],
                 heads,
                 scale,
@@ -190,7 +190,8 @@ class AttentionKernels:
         )
 
 
-def _address(array: Floats, shape: tuple[int, ...]) -> int:
+def address_of(array: Floats, shape: tuple[int, ...]) -> int:
+    """The address of a C-contiguous float32 array. Raises `ValueError` for any other array or shape."""
     if array.dtype != np.float32 or not array.flags.c_contiguous or array.shape != shape:
         raise ValueError(f"needed contiguous float32 {shape}, not {array.dtype} {array.shape}")
     return array.ctypes.data

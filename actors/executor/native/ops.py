@@ -8,10 +8,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8
+from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, Floats, Ints, address_of
 
-Floats: TypeAlias = npt.NDArray[np.float32]
-Ints: TypeAlias = npt.NDArray[np.int64]
 EmbeddingTable: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.int8]
 
 _TYPES = {"float32": FLOAT32, "uint16": BF16, "int8": INT8}
@@ -33,8 +31,8 @@ class SmallKernels:
         """`x += delta`, if there is one; returns the norm of x times the weight. x is [rows, n]."""
         rows, n = x.shape
         y = np.empty_like(x)
-        added = None if delta is None else _address(delta, x.shape)
-        self._norm(_address(x, x.shape), added, _address(weight, (n,)), y.ctypes.data, rows, n, epsilon)
+        added = None if delta is None else address_of(delta, x.shape)
+        self._norm(address_of(x, x.shape), added, address_of(weight, (n,)), y.ctypes.data, rows, n, epsilon)
         return y
 
     def silu_mul(self, gate_up: Floats) -> Floats:
@@ -43,7 +41,7 @@ class SmallKernels:
         if width % 2:
             raise ValueError(f"{width} numbers are not gate and up")
         out = np.empty((rows, width // 2), np.float32)
-        gate = _address(gate_up, gate_up.shape)
+        gate = address_of(gate_up, gate_up.shape)
         self._silu(gate, gate + 2 * width, width, out.ctypes.data, rows, width // 2)
         return out
 
@@ -54,7 +52,7 @@ class SmallKernels:
         if not table.flags.c_contiguous or (kind == INT8) != (scales is not None):
             raise ValueError("a contiguous table, with scales if it is int8")
         out = np.empty((len(ids), n), np.float32)
-        scale = None if scales is None else _address(scales, (rows,))
+        scale = None if scales is None else address_of(scales, (rows,))
         wanted = np.ascontiguousarray(ids, np.int64)
         if self._embed(wanted.ctypes.data, len(ids), table.ctypes.data, scale, kind, rows, n, out.ctypes.data) != 0:
             raise ValueError(f"an id is not below {rows}")
@@ -66,11 +64,5 @@ class SmallKernels:
         if n == 0:
             raise ValueError("the largest of no numbers")
         out = np.empty(rows, np.int64)
-        self._argmax(_address(logits, logits.shape), n, rows, n, out.ctypes.data)
+        self._argmax(address_of(logits, logits.shape), n, rows, n, out.ctypes.data)
         return out
-
-
-def _address(array: Floats, shape: tuple[int, ...]) -> int:
-    if array.dtype != np.float32 or not array.flags.c_contiguous or array.shape != shape:
-        raise ValueError(f"needed contiguous float32 {shape}, not {array.dtype} {array.shape}")
-    return array.ctypes.data

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
+from batches import batch
 from benchmark_modules import benchmark
 
 from cuelight import model_path
-from cuelight.actors.executor.batch import Batch, BatchChunk, SamplingRow
 from cuelight.actors.executor.native.decoder import NativeDecoder
 from cuelight.actors.executor.native.linear import WeightFormat
 from cuelight.actors.executor.native.runner import NativeRunner
 from cuelight.actors.scheduler.actor import Scheduler
-from cuelight.messages.request import RequestId, Sampling
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY, LAYERS = 8, 2, 1, 4, 16, 32, 3
 
@@ -62,19 +60,6 @@ def test_a_workload_file_gives_its_own_prompts_and_arrivals(tmp_path: Path) -> N
     asks = [(ask.token_ids, ask.output_tokens, ask.at) for ask in workload.asks(1)]
     assert asks == [([4, 5], 3, 0.0), ([6], 5, 2.0)]
     assert (workload.name, workload.variants, workload.one_after_another) == ("online", 2, False)
-
-
-def batch(*rows: tuple[int, int, list[int]], sampling_rows: int | None = None) -> Batch:
-    """Each row: tokens computed, context length, block table; all rows sample unless it is said how many do."""
-    starts = np.cumsum([0, *(count for count, _, _ in rows)])
-    zeros = np.zeros(starts[-1], np.int64)
-    made = Batch(0, 1, zeros, zeros, zeros, zeros)
-    for number, (count, context, table) in enumerate(rows):
-        start = int(starts[number])
-        made.chunks.append(BatchChunk(start, start + count, context, np.array(table, np.int64)))
-    for number in range(len(rows) if sampling_rows is None else sampling_rows):
-        made.sampling_rows.append(SamplingRow(RequestId(number), number, number, 1, 0, Sampling()))
-    return made
 
 
 @pytest.fixture

@@ -7,50 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from small_tokenizers import CHAT, PLENTY, TEXTS, byte_level, fallback, reference
 from tokenizers import (
     AddedToken,
     Tokenizer,
-    decoders,
     models,
     normalizers,
     pre_tokenizers,
-    processors,
-    trainers,
 )
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from cuelight.actors.intake.refusal import Refused
 from cuelight.actors.intake.token_length import TextBound, text_bound
 from cuelight.actors.intake.tokenizer import PromptEncoder
 from cuelight.messages.request import Conversation, Prompt, Refusal, Turn
-
-TEMPLATE = (
-    "{%- for message in messages %}{%- if message.role == 'tool' %}{{ raise_exception('no tools here') }}{%- endif %}"
-    "<turn>{{ message.role }}: {{ message.content | trim }}{%- endfor %}"
-    "{%- if add_generation_prompt %}<turn>assistant:{%- endif %}"
-)
-CHAT = Conversation((Turn("system", "be brief"), Turn("user", " two ships? <turn> naïve 😀 ")))
-TEXTS = ["hello world", "", "  spaces\n\t", "día 😀 日本", "a<turn>b<start>", "2026"]
-PLENTY = 10_000
-
-
-def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<start>", "<turn>"]
-    )
-    tokenizer.train_from_iterator(["hello world, two ships"], trainer)
-    start = tokenizer.token_to_id("<start>")
-    tokenizer.post_processor = processors.TemplateProcessing("<start> $A", special_tokens=[("<start>", start)])
-    return tokenizer
-
-
-def reference(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(), bos_token="<start>")
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -111,15 +81,6 @@ def test_two_threads_may_encode_at_once() -> None:
     expected = [encoder.encode(prompt, PLENTY) for prompt in prompts]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda prompt: encoder.encode(prompt, PLENTY), prompts)) == expected
-
-
-def fallback(*, every_byte: bool = True) -> Tokenizer:
-    pieces = ["<unk>", "▁", "hello", *(f"<0x{byte:02X}>" for byte in range(256 if every_byte else 128))]
-    model = models.BPE({piece: index for index, piece in enumerate(pieces)}, [], unk_token="<unk>", fuse_unk=True)
-    model.byte_fallback = True
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    return tokenizer
 
 
 def test_text_has_a_bound_only_where_none_of_it_can_vanish() -> None:

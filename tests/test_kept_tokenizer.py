@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_intake_encoding import CHAT, PLENTY, TEXTS, byte_level, fallback, reference
+from small_tokenizers import CHAT, PLENTY, TEXTS, byte_level, fallback, reference
 from tokenizers import AddedToken, Tokenizer, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

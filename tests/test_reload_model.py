@@ -12,7 +12,7 @@ from typing import Unpack
 import pytest
 import transformers
 from engines import NET_SECONDS, at_rest, until
-from test_resume import killed, turns
+from journals import killed, turns
 from tiny_models import GROUPED, save
 
 from cuelight import Engine, Result, errors

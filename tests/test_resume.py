@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import Unpack
 import msgspec
 import pytest
 from engines import NET_SECONDS, at_rest, expected_tokens, gated, read, until
+from journals import killed, turns
 
 from cuelight import Engine, Stream, errors, record
 from cuelight.config import EngineOptions
@@ -30,13 +30,6 @@ from cuelight.testing import crash, decode, next_letter, stub_engine, stub_parts
 @pytest.fixture
 def journal(tmp_path: Path) -> Path:
     return tmp_path / "journal"
-
-
-def killed(journal: Path) -> Path:
-    """The file as a kill at this moment would leave it."""
-    copy = journal.with_name(f"{journal.name} {len(list(journal.parent.iterdir()))}")
-    shutil.copy(journal, copy)
-    return copy
 
 
 @asynccontextmanager
@@ -59,12 +52,6 @@ async def rest(stream: Stream) -> tuple[list[int], str]:
 def past(journal: Path) -> dict[int, RestoredRequest]:
     found = read_state(journal, time_of_day=0.0, recent_seconds=60.0)
     return {restored.request_id: restored for restored in found.requests}
-
-
-async def turns(count: int = 50) -> None:
-    """Let the loop turn, so that what is under way comes to rest."""
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 async def test_streams_go_on_where_they_stood(journal: Path) -> None:

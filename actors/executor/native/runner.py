@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuelight.actors.executor.batch import Batch, DeviceRows, Ints
+from cuelight.actors.executor.batch import Batch, DeviceRows
 from cuelight.actors.executor.native.attention import StepLayout, layout
 from cuelight.actors.executor.native.decoder import NativeDecoder
 from cuelight.actors.executor.native.pool import NativeKVPool
-from cuelight.actors.executor.native.sampler import Sampler
+from cuelight.actors.executor.native.sampler import Ints, Sampler
 from cuelight.messages.executor import ExecuteStep
 from cuelight.messages.request import BlockCopies, HostTier
 from cuelight.messages.scheduler import StepDone

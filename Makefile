@@ -49,8 +49,8 @@ check: setup
 	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 stress: setup
-	@CUELIGHT_HISTORIES=10000 CUELIGHT_KILLS=200 $(BIN)/pytest tests/test_kernel_simulation.py tests/test_kernel_placement.py \
-		tests/test_scheduler_properties.py tests/test_cache_properties.py $(ARGS)
+	@CUELIGHT_HISTORIES=10000 CUELIGHT_KILLS=200 $(BIN)/pytest tests/kernel/test_simulation.py tests/kernel/test_placement.py \
+		tests/scheduler/test_properties.py tests/cache/test_properties.py $(ARGS)
 
 setup: $(LINKED)
 

@@ -18,14 +18,13 @@ import numpy.typing as npt
 
 from benchmarks.common import options, report
 from cuelight import model_path
-from cuelight.actors.executor.native.architecture import Architecture, read_architecture
 from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout, wants_vnni_pairs
 from cuelight.actors.executor.native.build import load_native
 from cuelight.actors.executor.native.decoder import NativeDecoder, NativeWeights
+from cuelight.actors.executor.native.kv_pool import NativeKVPool
 from cuelight.actors.executor.native.linear import WeightFormat
-from cuelight.actors.executor.native.pool import NativeKVPool
-from cuelight.actors.executor.native.weights import read_weights
-from cuelight.model_cache import cache_directory
+from cuelight.actors.executor.native.model_folder import Architecture, read_architecture, read_weights
+from cuelight.models.cache import cache_directory
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ints: TypeAlias = npt.NDArray[np.int64]

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.common import children, options, percentile, report, sentences
 from cuelight import Engine
-from cuelight.health import Recovery
+from cuelight.status import Recovery
 from cuelight.testing import crash, stub_engine
 
 OTHERS = ("intake", "scheduler", "cache", "detokenizer")

@@ -151,7 +151,7 @@ def children() -> list[int]:
     for path in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):  # its thread has just ended
             found += [int(child) for child in path.read_text().split()]
-    return [child for child in found if b"cuelight.kernel.elsewhere" in _command(child)]
+    return [child for child in found if b"cuelight.kernel.child" in _command(child)]
 
 
 def _command(process: int) -> bytes:

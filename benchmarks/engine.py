@@ -28,8 +28,8 @@ from benchmarks.native_limits import Limits
 from benchmarks.stopwatch import Span, Stopwatch
 from benchmarks.workloads import Ask, FileWorkload, Workload, own_workloads
 from cuelight import Engine, model_path
-from cuelight.actors.executor.native.architecture import NotNative
 from cuelight.actors.executor.native.linear import WeightFormat
+from cuelight.actors.executor.native.model_folder import NotNative
 from cuelight.config import EngineConfig, EngineOptions
 
 KINDS = {"int8": WeightFormat.INT8, "int4": WeightFormat.INT4, "bfloat16": WeightFormat.BF16}

@@ -25,7 +25,7 @@ from benchmarks.control_plane import TimedExecutor
 from cuelight.config import EngineConfig
 from cuelight.messages import detokenizer, executor, scheduler
 from cuelight.messages.request import RequestId, Sampling, Service
-from cuelight.simulated_engine import LatestFigures, SimulatedEngine, stand_ins_without_clients
+from cuelight.simulate.engine import LatestFigures, SimulatedEngine, stand_ins_without_clients
 
 STEP_SECONDS: Final = 0.0454
 ROW_SECONDS: Final = 0.00445

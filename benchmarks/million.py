@@ -28,7 +28,7 @@ from benchmarks.svg import Panel, picture, round_up
 from cuelight.config import EngineConfig
 from cuelight.messages import detokenizer, executor, scheduler
 from cuelight.messages.request import RequestId, Sampling, Service
-from cuelight.simulated_engine import LatestFigures, SimulatedEngine, stand_ins_without_clients
+from cuelight.simulate.engine import LatestFigures, SimulatedEngine, stand_ins_without_clients
 
 STEP_SECONDS: Final = 0.002
 TOKEN_SECONDS: Final = 1 / 20_000

@@ -24,11 +24,11 @@ from cuelight.actors.executor.native.attention import (
     AttentionKernels,
     Floats,
     LayerPool,
+    SmallKernels,
     StepLayout,
     layout,
     wants_vnni_pairs,
 )
-from cuelight.actors.executor.native.ops import SmallKernels
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
 BYTES = {FLOAT32: 4, BF16: 2, INT8: 1}

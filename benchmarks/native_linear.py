@@ -23,7 +23,7 @@ from benchmarks.common import options, report
 from benchmarks.native_limits import Ceilings, Limits
 from cuelight.actors.executor.native.build import load_native
 from cuelight.actors.executor.native.linear import Arena, Bytes, Floats, LinearKernels, WeightFormat
-from cuelight.model_cache import cache_directory
+from cuelight.models.cache import cache_directory
 
 SMALL = {"qkv": (960, 576), "output": (576, 576), "gate+up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
 LARGE = {"2048": (2048, 2048), "4096": (4096, 4096), "gate+up 4096": (11008, 4096), "down 4096": (4096, 11008)}

@@ -17,7 +17,7 @@ from benchmarks.native_limits import Ceilings
 from benchmarks.numpy_sampling import Floats, choose
 from cuelight.actors.executor.batch import SamplingRow
 from cuelight.actors.executor.model.sampling import sample as torch_sample
-from cuelight.actors.executor.native.sampler import Sampler
+from cuelight.actors.executor.native.runner import Sampler
 from cuelight.messages.request import RequestId, Sampling
 
 VOCABULARY = 49152

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cuelight.actors.executor.batch import SamplingRow
-from cuelight.actors.executor.chance import key, noise
+from cuelight.actors.executor.rng import key, noise
 from cuelight.messages.request import Sampling
 
 Floats = npt.NDArray[np.float32]

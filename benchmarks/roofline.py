@@ -21,8 +21,8 @@ from benchmarks.common import options, percentile
 from benchmarks.native_limits import COLD_BYTES, SLICE_BYTES, Ceilings, Limits
 from benchmarks.stopwatch import Step
 from cuelight.actors.executor.batch import Batch
-from cuelight.actors.executor.native.architecture import read_architecture
 from cuelight.actors.executor.native.linear import WeightFormat
+from cuelight.actors.executor.native.model_folder import read_architecture
 
 WEIGHT_BYTES = {WeightFormat.F32: 4.0, WeightFormat.BF16: 2.0, WeightFormat.INT8: 1.0, WeightFormat.INT4: 0.5 + 2 / 32}
 """Of one weight, the scales of INT4's groups included; those of a whole row are few."""

@@ -34,11 +34,11 @@ from typing import Final, Never, TypedDict, TypeVar
 from benchmarks.common import percentile, report
 from benchmarks.control_plane import Rows
 from cuelight.config import EngineConfig
-from cuelight.ensemble import roles
+from cuelight.core.parts import roles
 from cuelight.kernel import Actor, ActorSpec, System
 from cuelight.messages import executor, observer, scheduler
 from cuelight.messages.request import RequestId, Sampling, Service
-from cuelight.simulated_engine import engine_specs, stand_ins_without_clients
+from cuelight.simulate.engine import engine_specs, stand_ins_without_clients
 
 M = TypeVar("M")
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from cuelight.actors.executor.stub import StubBatch, StubDevice
 from cuelight.config import EngineConfig
-from cuelight.ensemble import EngineParts
+from cuelight.core.parts import EngineParts
 from cuelight.messages.scheduler import StepDone
 from cuelight.testing import next_letter, stub_parts
 

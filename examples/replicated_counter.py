@@ -15,8 +15,8 @@ from functools import partial
 from typing import TypeAlias, assert_never
 
 from cuelight.kernel import Actor, ActorSpec, Context, Recipient, RestartPolicy, Role
-from cuelight.kernel.faults import Faults
-from cuelight.kernel.simulation import Simulation, for_each_seed
+from cuelight.kernel.simulation.faults import Faults
+from cuelight.kernel.simulation.simulator import Simulation, for_each_seed
 
 INCREMENTS = frozenset(range(30))
 RESTART_POLICY = RestartPolicy(restarts_max=100, window_seconds=1.0, backoff_max_seconds=0.5)

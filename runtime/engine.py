@@ -14,24 +14,22 @@ from typing import Self, TypeVar, Unpack
 import msgspec
 
 from cuelight import errors
-from cuelight.availability import Availability
-from cuelight.client import Result, Stream
+from cuelight.chat import Chat
 from cuelight.config import EngineConfig, EngineOptions, RequestOptions, check_policy, shown
-from cuelight.conversation import Chat
-from cuelight.drain import check_timeout
-from cuelight.ensemble import EngineParts
-from cuelight.figures import NO_STATS, EngineStats
-from cuelight.health import Health
+from cuelight.core.availability import Availability, check_timeout
+from cuelight.core.lifecycle import Lifecycle, RunningEngine
+from cuelight.core.loaders import FolderLoader, ModelLoader, PartsLoader
+from cuelight.core.parts import EngineParts
+from cuelight.core.reload import Running, check_running
 from cuelight.kernel import ActorStopped, AskTimeout, System, ask
-from cuelight.lifecycle import Lifecycle, RunningEngine
-from cuelight.loaders import FolderLoader, ModelLoader, PartsLoader
 from cuelight.messages.cache import ForgetPrefixes
 from cuelight.messages.intake import SetTenants
 from cuelight.messages.request import RequestId
 from cuelight.messages.scheduler import Explain, Explanation, SetPolicy
-from cuelight.progress import Progress
-from cuelight.reload import Running, check_running
-from cuelight.store import DEFAULT_MODEL
+from cuelight.models.progress import Progress
+from cuelight.models.store import DEFAULT_MODEL
+from cuelight.status import NO_STATS, EngineStats, Health
+from cuelight.stream import Result, Stream
 
 B = TypeVar("B")
 

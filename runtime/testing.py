@@ -11,11 +11,8 @@ from typing import Final, Unpack
 
 from cuelight.actors.executor.stub import StubBatch, next_letter
 from cuelight.config import EngineConfig, EngineOptions
-from cuelight.engine import Engine
-from cuelight.ensemble import EngineParts
-from cuelight.errors import ModelUnavailable, NotStarted
-from cuelight.kernel import Role
-from cuelight.stub_model import (
+from cuelight.core.parts import EngineParts
+from cuelight.core.stub_model import (
     BLOCK_COUNT_DEFAULT,
     CONTEXT_LENGTH,
     END_TOKEN,
@@ -25,6 +22,9 @@ from cuelight.stub_model import (
     encode,
     stub_parts,
 )
+from cuelight.engine import Engine
+from cuelight.errors import ModelUnavailable, NotStarted
+from cuelight.kernel import Role
 
 __all__ = [
     "BLOCK_COUNT_DEFAULT",

@@ -12,8 +12,8 @@ import pytest
 import structlog
 
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
-from cuelight.model_cache import cache_directory
-from cuelight.store import DEFAULT_MODEL, model_path
+from cuelight.models.cache import cache_directory
+from cuelight.models.store import DEFAULT_MODEL, model_path
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKERS_MAX = 8

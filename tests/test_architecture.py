@@ -44,7 +44,7 @@ LEVELS = (
 )
 """Modules and packages below `cuelight`, lowest first: each may import those before it, and none after it."""
 
-ABOVE_PLACEMENT = ("cuelight.kernel", "cuelight.kernel.driver", "cuelight.kernel.elsewhere", "cuelight.kernel.system")
+ABOVE_PLACEMENT = ("cuelight.kernel", "cuelight.kernel.child", "cuelight.kernel.driver", "cuelight.kernel.system")
 """The modules of the kernel itself that may import its packages."""
 
 # Violations that there still are, one set for each rule. An entry that is no longer needed fails the test, too.
@@ -54,10 +54,10 @@ KNOWN_COMPONENTS_IN_CIRCLES: Set[str] = set()
 KNOWN_FLOORS: Set[str] = set()
 KNOWN_CLASS_NAMES: Set[str] = set()
 KNOWN_LONG_FILES: Set[str] = {
-    "test_engine.py", "test_executor_model.py", "test_intake_actor.py", "test_kernel.py", "test_kernel_journal.py",
-    "test_kernel_placement.py", "test_kernel_simulation.py", "test_kernel_supervision.py",
+    "test_engine.py", "test_model.py", "test_actor.py", "test_system.py", "test_journal.py",
+    "test_placement.py", "test_simulation.py", "test_supervision.py",
     "test_native_attention.py", "test_native_loading.py", "test_policies.py", "test_process_executor.py",
-    "test_reload.py", "test_replay.py", "test_resume.py", "test_scheduler_recovery.py",
+    "test_reload.py", "test_replay.py", "test_resume.py", "test_recovery.py",
 }  # fmt: skip
 
 TOKENIZERS = ("cuelight.actors.intake", "cuelight.actors.detokenizer")
@@ -87,7 +87,7 @@ def layers(module: str, tree: ast.Module) -> Iterator[str]:
     if within(module, "cuelight.messages"):
         allowed = ["cuelight.messages"]
     elif within(module, "cuelight.kernel"):
-        allowed = ["cuelight.kernel", "cuelight.log"]
+        allowed = ["cuelight.kernel"]
     elif within(module, "cuelight.actors"):
         allowed = ["cuelight.messages", "cuelight.kernel", ".".join(module.split(".")[:3])]
     else:
@@ -125,7 +125,7 @@ def libraries(module: str, tree: ast.Module) -> Iterator[str]:
         elif library == "transformers":
             allowed = within(module, "cuelight.actors.executor.model", *TOKENIZERS)
         elif library == "huggingface_hub":
-            allowed = module == "cuelight.model_hub"
+            allowed = module == "cuelight.models.hub"
         else:
             continue
         if not allowed:
@@ -288,8 +288,8 @@ ACTOR = "class A(Actor[int]):\n"
         (libraries, "cuelight.actors.scheduler.actor", "from torch import nn"),
         (libraries, "cuelight.actors.executor.model.loading", "from transformers import AutoTokenizer"),
         (libraries, "cuelight.actors.executor.runner", "import tokenizers"),
-        (libraries, "cuelight.store", "from transformers import AutoConfig"),
-        (libraries, "cuelight.store", "import huggingface_hub"),
+        (libraries, "cuelight.models.store", "from transformers import AutoConfig"),
+        (libraries, "cuelight.models.store", "import huggingface_hub"),
         (time_and_chance, "cuelight.actors.scheduler.actor", "import time"),
         (time_and_chance, "cuelight.actors.scheduler.actor", "import random"),
         (time_and_chance, "cuelight.actors.scheduler.actor", "from datetime import datetime"),
@@ -356,7 +356,13 @@ HEAVY = {"torch", "transformers", "tokenizers", "huggingface_hub", "gguf", "stru
     [
         list(sources("messages")),
         [name for name in sources("runtime") if within(name, "cuelight.kernel")],
-        ["cuelight.engine", "cuelight.cli", "cuelight.chat", "cuelight.store", "cuelight.testing"],
+        [
+            "cuelight.engine",
+            "cuelight.cli.commands",
+            "cuelight.cli.terminal",
+            "cuelight.models.store",
+            "cuelight.testing",
+        ],
     ],
     ids=["messages", "kernel", "engine"],
 )

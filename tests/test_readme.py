@@ -19,9 +19,11 @@ import transformers
 from tiny_models import GROUPED, save
 
 import cuelight.messages
-from cuelight import Engine, cli, errors, store
+from cuelight import Engine, errors
+from cuelight.cli import commands as cli
+from cuelight.models import store
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 PAGES = {
     name: (ROOT / name).read_text(encoding="utf-8")
     for name in ("README.md", "docs/guide.md", "docs/errors.md", "docs/models.md", "docs/limits.md", "docs/options.md")

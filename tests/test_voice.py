@@ -16,9 +16,9 @@ prose = benchmark("structure.prose")
 
 DONE = [
     "benchmarks/structure",
-    "tests/benchmark_modules.py",
+    "tests/helpers/benchmark_modules.py",
     "tests/test_architecture.py",
-    "tests/test_structure.py",
+    "tests/benchmarks/test_structure.py",
     "tests/test_voice.py",
 ]
 """Folders, and files, that are free of markers, each with all below it."""

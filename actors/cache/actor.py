@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import assert_never
 
-from cuelight.actors.cache.host import HostSlots
-from cuelight.actors.cache.pool import BlockPool
+from cuelight.actors.cache.pool import BlockPool, HostSlots
 from cuelight.actors.cache.tables import BlockTables
 from cuelight.kernel import Actor, get_logger
 from cuelight.messages import scheduler

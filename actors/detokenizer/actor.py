@@ -10,9 +10,8 @@ from typing import TypeAlias, assert_never
 
 import msgspec
 
-from cuelight.actors.detokenizer.stops import StopMatcher
-from cuelight.actors.detokenizer.text import Decode, IncrementalText
-from cuelight.actors.detokenizer.vocabulary import Decoder
+from cuelight.actors.detokenizer.decoder import Decoder
+from cuelight.actors.detokenizer.text import Decode, IncrementalText, StopMatcher
 from cuelight.kernel import Actor, Context, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.client import Chunk, End

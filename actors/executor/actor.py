@@ -11,7 +11,7 @@ from typing import Generic, Never, TypeAlias, TypeVar, assert_never
 import msgspec
 
 from cuelight.actors.executor.device import Device, DeviceLost, Pending
-from cuelight.actors.executor.phases import LoadPhases
+from cuelight.actors.executor.options import LoadPhases
 from cuelight.kernel import Actor, Context, Worker, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.executor import ExecuteStep, ExecutorMessage, GetExecutorState

@@ -8,8 +8,7 @@ from __future__ import annotations
 from cuelight.actors.executor.batch import Batch
 from cuelight.actors.executor.device import Device
 from cuelight.actors.executor.native import loading as native
-from cuelight.actors.executor.options import CannotLoad, LoadOptions, may_have_gpu
-from cuelight.actors.executor.phases import current_phases
+from cuelight.actors.executor.options import CannotLoad, LoadOptions, current_phases, may_have_gpu
 from cuelight.kernel import get_logger
 
 log = get_logger("cuelight.executor")

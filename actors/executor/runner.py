@@ -32,10 +32,8 @@ from cuelight.actors.executor.model.graphs import (
 )
 from cuelight.actors.executor.model.loading import LoadedModel, load
 from cuelight.actors.executor.model.sampling import SamplingPlan, choose
-from cuelight.actors.executor.options import LoadOptions
-from cuelight.actors.executor.phases import current_phases
-from cuelight.actors.executor.staging import Numbers, Staging, StagingPool
-from cuelight.actors.executor.stream import DeviceEvent, DeviceStreams, ThreadStream
+from cuelight.actors.executor.options import LoadOptions, current_phases
+from cuelight.actors.executor.streams import DeviceEvent, DeviceStreams, Numbers, Staging, StagingPool, ThreadStream
 from cuelight.kernel import get_logger
 from cuelight.messages.executor import ExecuteStep
 from cuelight.messages.request import BlockCopies, CopyKind, HostTier

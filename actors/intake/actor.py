@@ -12,13 +12,10 @@ from typing import Final, Protocol, TypeAlias, assert_never
 
 import msgspec
 
-from cuelight.actors.intake.departures import CompletionRate
+from cuelight.actors.intake.admission import AdmissionLimits, CompletionRate, check_room
+from cuelight.actors.intake.errors import Refused
 from cuelight.actors.intake.ledger import Ledger, LiveRequest, RequestStage
-from cuelight.actors.intake.limits import AdmissionLimits, check_room
-from cuelight.actors.intake.prompts import check_token_ids, text_length
-from cuelight.actors.intake.refusal import Refused
-from cuelight.actors.intake.service import check_tenant
-from cuelight.actors.intake.validation import check_stop_tokens
+from cuelight.actors.intake.parsing import check_stop_tokens, check_tenant, check_token_ids, text_length
 from cuelight.kernel import Actor, Context, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.client import Accepted, ClientMessage, Rejected

@@ -11,16 +11,14 @@ from typing import Final, TypeAlias, assert_never
 
 import msgspec
 
-from cuelight.actors.scheduler.endings import UnconfirmedEnds
-from cuelight.actors.scheduler.flights import InFlightSteps
-from cuelight.actors.scheduler.next_step import StepLoop
-from cuelight.actors.scheduler.outbox import Outbox, Peers
-from cuelight.actors.scheduler.patience import EXECUTOR, REPORT, START, build_watchdogs
+from cuelight.actors.scheduler.executors import ExecutorManager
+from cuelight.actors.scheduler.in_flight import BlockRequests, InFlightSteps
+from cuelight.actors.scheduler.outbox import Outbox, Peers, UnconfirmedEnds
 from cuelight.actors.scheduler.planning import StepLimits
 from cuelight.actors.scheduler.recovery import RecoveryTracker
-from cuelight.actors.scheduler.reservation import BlockRequests
-from cuelight.actors.scheduler.succession import ExecutorManager
-from cuelight.actors.scheduler.workload import SchedulerState
+from cuelight.actors.scheduler.state import SchedulerState
+from cuelight.actors.scheduler.steps import StepLoop
+from cuelight.actors.scheduler.watchdog import EXECUTOR, REPORT, START, build_watchdogs
 from cuelight.kernel import Actor, Context, Terminated, Timer, get_logger
 from cuelight.messages import detokenizer, intake
 from cuelight.messages.request import FailureCause, FinishReason

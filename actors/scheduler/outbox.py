@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Never
+from typing import Never, TypeAlias
 
-from cuelight.actors.scheduler.endings import UnconfirmedEnds
-from cuelight.actors.scheduler.tracked import Request
+from cuelight.actors.scheduler.request import Request
 from cuelight.kernel import Role, get_logger
 from cuelight.messages import cache, detokenizer, intake, observer
 from cuelight.messages.address import Address
+from cuelight.messages.detokenizer import RequestEnded
 from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.request import FIRST_EXECUTOR, ExecutorId, FailureCause, FinishReason, RequestId, Usage
 from cuelight.messages.scheduler import Admit
@@ -173,3 +173,36 @@ class Outbox:
         if figures != self._published:
             self._published = figures
             self._to.observer.tell(figures)
+
+
+Ending: TypeAlias = tuple[RequestEnded, tuple[int, ...]]
+
+
+class UnconfirmedEnds:
+    """How each of them ended, and with what output."""
+
+    def __init__(self) -> None:
+        self._endings: dict[RequestId, Ending] = {}
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._endings
+
+    def __len__(self) -> int:
+        return len(self._endings)
+
+    def add(self, ended: RequestEnded, output: tuple[int, ...]) -> None:
+        """It has ended."""
+        self._endings[ended.request_id] = ended, output
+
+    def of(self, request_id: RequestId) -> Ending:
+        """How this one ended."""
+        return self._endings[request_id]
+
+    def all(self) -> tuple[Ending, ...]:
+        """Those not confirmed, oldest first."""
+        return tuple(self._endings.values())
+
+    def close(self, request_ids: Iterable[RequestId]) -> None:
+        """These are confirmed."""
+        for request_id in request_ids:
+            self._endings.pop(request_id, None)

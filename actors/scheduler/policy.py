@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from cuelight.actors.scheduler.tracked import Request
+from cuelight.actors.scheduler.request import Request
 from cuelight.messages.scheduler import SetPolicy
 
 Rank: TypeAlias = tuple[float, int]

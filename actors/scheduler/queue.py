@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Final, TypeAlias
 
 from cuelight.actors.scheduler.policy import INPUT_TOKEN_COST, LEEWAY_TOKENS, Policy, Rank, Turns
-from cuelight.actors.scheduler.tracked import Request
+from cuelight.actors.scheduler.request import Request
 
 _Place: TypeAlias = tuple[bool, Rank, int, Request]
 """Preempted requests (False) before the others, then by rank, which no two share; then the ticket it holds for."""

@@ -16,16 +16,16 @@ from cuelight.kernel.errors import (
     RemoteError,
 )
 from cuelight.kernel.events import Delivered, Ended, Event, Started, Tap
-from cuelight.kernel.faults import Faults, SimulatedCrash, SimulatedKill
-from cuelight.kernel.journal import Journal
+from cuelight.kernel.journal.records import JournalError, JournalReader, Recorded, read_journal
+from cuelight.kernel.journal.writer import Journal
+from cuelight.kernel.log import Logger, get_logger
 from cuelight.kernel.mailbox import OWN, Mailbox, MailboxStatistics
-from cuelight.kernel.records import JournalError, JournalReader, Recorded, read_journal
 from cuelight.kernel.ref import Recipient, Ref, ask
-from cuelight.kernel.simulation import Simulation, SimulationError, for_each_seed
+from cuelight.kernel.simulation.faults import Faults, SimulatedCrash, SimulatedKill
+from cuelight.kernel.simulation.simulator import Simulation, SimulationError, for_each_seed
 from cuelight.kernel.supervision import ExitCause, RestartPolicy, Strategy, Terminated
 from cuelight.kernel.system import System
 from cuelight.kernel.worker import Worker, WorkerThread
-from cuelight.log import Logger, get_logger
 
 __all__ = ["Actor", "Recipient", "Context", "Ref", "System", "ask"]
 __all__ += [

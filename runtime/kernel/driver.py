@@ -15,9 +15,9 @@ from cuelight.kernel.actor import ActorSpec, InLoop
 from cuelight.kernel.clock import Clock, LoopClock
 from cuelight.kernel.errors import ActorCrashed, RemoteError
 from cuelight.kernel.events import Delivered, Tap
-from cuelight.kernel.placement import RemoteLife, RemoteLifeSpec, prepare_mailbox
+from cuelight.kernel.placement.remote import RemoteLife, RemoteLifeSpec, prepare_mailbox
 from cuelight.kernel.ref import AskDeadlines
-from cuelight.kernel.stage import ActorSlot, ActorTable, Life
+from cuelight.kernel.table import ActorSlot, ActorTable, Life
 from cuelight.kernel.worker import WorkerThread
 
 TURN_MESSAGES = 64

@@ -2,9 +2,9 @@
 
 import socket
 
+from cuelight.kernel.child import run_life
 from cuelight.kernel.driver import AsyncioDriver
-from cuelight.kernel.elsewhere import run_life
-from cuelight.kernel.placement import RemoteLifeSpec
+from cuelight.kernel.placement.remote import RemoteLifeSpec
 
 
 class System(AsyncioDriver):

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from cuelight.actors.executor.batch import Batch, BatchChunk, Ints
-from cuelight.actors.executor.model.pool import KVPool
+from cuelight.actors.executor.model.kv_pool import KVPool
 from cuelight.messages.request import NULL_BLOCK
 
 ATTENTION_NAME = "cuelight_paged"

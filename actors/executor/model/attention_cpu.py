@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from cuelight.actors.executor.batch import Batch
-from cuelight.actors.executor.model.pool import KVPool
+from cuelight.actors.executor.model.kv_pool import KVPool
 from cuelight.actors.executor.native.attention import BF16, FLOAT32, AttentionKernels, LayerPool, layout
 from cuelight.actors.executor.native.build import load_native
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from cuelight.actors.executor.batch import Batch
-from cuelight.actors.executor.model.pool import KVPool
+from cuelight.actors.executor.model.kv_pool import KVPool
 from cuelight.messages.request import NULL_BLOCK
 
 VarlenAttention: TypeAlias = Callable[..., torch.Tensor]

@@ -18,7 +18,7 @@ import torch
 
 from cuelight.actors.executor.batch import Batch
 from cuelight.actors.executor.model.attention import Attention
-from cuelight.actors.executor.model.pool import KVPool
+from cuelight.actors.executor.model.kv_pool import KVPool
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
 Int64s: TypeAlias = npt.NDArray[np.int64]

@@ -16,8 +16,8 @@ from cuelight.actors.executor.model import attention_flash
 from cuelight.actors.executor.model.attention import Attention, PagedAttention
 from cuelight.actors.executor.model.attention_flash import HEAD_DIM_MAX, HEAD_DIM_STEP, PAGE_TOKENS
 from cuelight.actors.executor.model.attention_triton import Tiling, TritonBackend, TritonPlanner
-from cuelight.actors.executor.model.pool import KVPool
-from cuelight.actors.executor.model.reading import context_length
+from cuelight.actors.executor.model.folder import context_length
+from cuelight.actors.executor.model.kv_pool import KVPool
 from cuelight.actors.executor.options import CannotLoad
 from cuelight.kernel import get_logger
 

@@ -19,10 +19,13 @@ from torch import library
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from cuelight.actors.executor.model.attention import attend
-from cuelight.actors.executor.model.passes import tolerance_of
-from cuelight.actors.executor.model.passes_norm import FusedNorm
-from cuelight.actors.executor.model.probing import Probe, difference
-from cuelight.actors.executor.model.surgery import decoder_layers, modules_with_layer_index
+from cuelight.actors.executor.model.module_replacement import (
+    Probe,
+    decoder_layers,
+    difference,
+    modules_with_layer_index,
+)
+from cuelight.actors.executor.model.passes import FusedNorm, tolerance_of
 from cuelight.kernel import get_logger
 
 log = get_logger("cuelight.executor")

@@ -17,7 +17,7 @@ import torch
 from cuelight.actors.executor.batch import Batch
 from cuelight.actors.executor.batch import BatchChunk as Row
 from cuelight.actors.executor.model.attention import Attention, attending
-from cuelight.actors.executor.model.pool import KVPool
+from cuelight.actors.executor.model.kv_pool import KVPool
 from cuelight.kernel import get_logger
 from cuelight.messages.request import NULL_BLOCK
 

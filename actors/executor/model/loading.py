@@ -15,20 +15,25 @@ from cuelight.actors.executor.batch import Batch, BatchChunk, Ints
 from cuelight.actors.executor.model.attention import Attention, UnsupportedAttention, attending, register
 from cuelight.actors.executor.model.backends import AttentionBackend, AttentionSpec, choose
 from cuelight.actors.executor.model.compiling import compile_layers
-from cuelight.actors.executor.model.costs import TOKENS_MAX, measure_costs
+from cuelight.actors.executor.model.folder import choose_device, choose_dtype, context_length, read_config, read_model
 from cuelight.actors.executor.model.graphs import PlanningBackend, kept_bytes, sizes_up_to
-from cuelight.actors.executor.model.host import HostPool
+from cuelight.actors.executor.model.kv_pool import HostPool, KVPool
 from cuelight.actors.executor.model.linear import pack, quantize
+from cuelight.actors.executor.model.memory import (
+    TOKENS_MAX,
+    DeviceMemory,
+    MemoryBudget,
+    count_blocks,
+    measure_costs,
+    measure_memory,
+    memory_of,
+)
+from cuelight.actors.executor.model.model_check import ModelCheck
+from cuelight.actors.executor.model.module_replacement import Probe, spread, vocabulary_of
 from cuelight.actors.executor.model.passes import apply_passes, standard_passes
-from cuelight.actors.executor.model.pool import KVPool
-from cuelight.actors.executor.model.probing import Probe, spread, vocabulary_of
-from cuelight.actors.executor.model.reading import choose_device, choose_dtype, context_length, read_config, read_model
 from cuelight.actors.executor.model.sampling import peak_bytes
-from cuelight.actors.executor.model.sizing import DeviceMemory, MemoryBudget, count_blocks, measure_memory, memory_of
-from cuelight.actors.executor.model.witness import ModelCheck
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
-from cuelight.actors.executor.options import CannotLoad, LoadOptions
-from cuelight.actors.executor.phases import current_phases
+from cuelight.actors.executor.options import CannotLoad, LoadOptions, current_phases
 from cuelight.kernel import get_logger
 from cuelight.messages.request import NULL_BLOCK, HostTier
 

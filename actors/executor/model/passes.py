@@ -5,18 +5,27 @@ A pass finds its places by structure, never by a class's name. What differs, or 
 
 from __future__ import annotations
 
+import copy
 import ctypes
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import torch
+from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
-from cuelight.actors.executor.model.passes_merge import merge_linears
-from cuelight.actors.executor.model.passes_norm import fuse_norms
-from cuelight.actors.executor.model.probing import Probe, difference
-from cuelight.actors.executor.model.surgery import ModuleReplacement, small_copy
+from cuelight.actors.executor.model.module_replacement import (
+    ModuleCall,
+    ModuleReplacement,
+    Probe,
+    difference,
+    replace_modules,
+    small_copy,
+)
+from cuelight.actors.executor.native.attention import SmallKernels
 from cuelight.kernel import get_logger
 
 log = get_logger("cuelight.executor")
@@ -89,3 +98,203 @@ def _is_sound(name: str, change: ModuleReplacement, probe: Probe, reference: tor
         change.undo()
         log.warning("pass_undone", name=name, reason=reason)
     return not reason
+
+
+class MergedLinear(torch.nn.Module):
+    """Several linear layers of the same input as one, `linear`. Its parts are taken in order, a tensor at a time."""
+
+    def __init__(self, linears: Sequence[torch.nn.Linear]) -> None:
+        super().__init__()
+        first = linears[0]
+        self.widths = [linear.out_features for linear in linears]
+        has_bias = any(linear.bias is not None for linear in linears)
+        merged = torch.nn.Linear(first.in_features, sum(self.widths), bias=has_bias, device="meta")
+        merged.weight = _frozen(torch.cat([linear.weight for linear in linears]))
+        if has_bias:
+            merged.bias = _frozen(torch.cat([_bias(linear) for linear in linears]))
+        self.linear = merged
+        self._input: torch.Tensor | None = None
+        self._parts: Sequence[torch.Tensor] = ()
+
+    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """What layer `index` gives for x. Nothing is kept once the last part was taken."""
+        if index == 0 or x is not self._input:
+            self._input, self._parts = x, self.linear(x).split(self.widths, dim=-1)
+        part = self._parts[index]
+        if index == len(self.widths) - 1:
+            self._input, self._parts = None, ()
+        return part
+
+
+class MergedLinearPart(torch.nn.Module):
+    """In the place of one of the merged layers."""
+
+    def __init__(self, merged: MergedLinear, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.out_features = merged.widths[index]
+        # Among the model's modules once, under the first part, where those that pack or quantize linear layers find it.
+        if index == 0:
+            self.merged = merged
+        self._shared = (merged,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[…, in_features] → […, out_features]."""
+        return self._shared[0].part(self.index, x)
+
+
+def merge_linears(model: PreTrainedModel, probe: Probe) -> ModuleReplacement | None:
+    """Merge all that can be. Until the change is dropped the weights are there once, seen by both forms."""
+    places: dict[torch.nn.Module, torch.nn.Module] = {}
+    groups = _groups(model, probe.trace(lambda module: type(module) is torch.nn.Linear))
+    for linears in groups:
+        merged = MergedLinear(linears)
+        places.update((linear, MergedLinearPart(merged, index)) for index, linear in enumerate(linears))
+        rows = torch.split(merged.linear.weight, merged.widths)
+        for linear, mine in zip(linears, rows, strict=True):
+            linear.weight = _frozen(mine)
+    return ModuleReplacement(len(groups), replace_modules(model, places)) if groups else None
+
+
+def _groups(model: torch.nn.Module, calls: Sequence[ModuleCall]) -> list[list[torch.nn.Linear]]:
+    """Layers to merge, each group in the order in which it is called."""
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    fit = [
+        (call.name.rpartition(".")[0], id(call.inputs[0]), call.module)
+        for call in calls
+        if call.is_simple and len(call.inputs) == 1 and owners[id(call.module._parameters["weight"])] == 1
+    ]
+    groups: list[list[torch.nn.Linear]] = []
+    for _, same in groupby(fit, key=lambda each: each[:2]):
+        linears = [module for _, _, module in same if isinstance(module, torch.nn.Linear)]
+        kinds = {(linear.weight.dtype, linear.weight.device) for linear in linears}
+        if len(linears) > 1 and len(kinds) == 1:
+            groups.append(linears)
+    return groups
+
+
+def _bias(linear: torch.nn.Linear) -> torch.Tensor:
+    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+
+
+def _frozen(values: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(values.detach(), requires_grad=False)
+
+
+LARGE = 1024.0
+"""Inputs so large that no epsilon shows: the norm gives its scale."""
+
+SMALL = 1e-6
+"""Inputs so small that the norm gives away its epsilon."""
+
+MAGNITUDES = (1e-3, 1.0, 30.0)
+"""What a norm is tried with."""
+
+ROUNDING = 1e-5
+"""How far float32 may be off."""
+
+
+@dataclass(frozen=True)
+class RecognizedNorm:
+    """What a module turned out to compute. `scale` is float32; `is_offset` where the weight is that less 1."""
+
+    scale: torch.Tensor
+    epsilon: float
+    is_offset: bool
+
+
+class FusedNorm(torch.nn.Module):
+    """A norm in one operation, in float32 within. Through the native kernels where there are some, on the CPU."""
+
+    def __init__(self, norm: RecognizedNorm, dtype: torch.dtype, kernels: SmallKernels | None) -> None:
+        super().__init__()
+        # 1 + w is not rounded to the weight's type: near 1 a type of few digits has none left for w.
+        self.weight = torch.nn.Parameter(norm.scale if norm.is_offset else norm.scale.to(dtype), requires_grad=False)
+        self.epsilon, self._kernels = norm.epsilon, kernels
+        self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[…, n] → […, n]."""
+        if self._ahead is not None:
+            known, y = self._ahead
+            self._ahead = None
+            if known is x:
+                return y
+        return self._compute(x)
+
+    def compute_ahead(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute for this very tensor now: the code that makes it and this may be compiled into one."""
+        y = self._compute(x)
+        self._ahead = x, y
+        return y
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not self.weight.dtype:
+            return rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.epsilon).to(x.dtype)
+        if self._kernels is None or torch.compiler.is_compiling():
+            return rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        rows = x.contiguous().view(-1, x.shape[-1])
+        return torch.from_numpy(self._kernels.add_rmsnorm(rows.numpy(), None, self.weight.numpy(), self.epsilon)).view(
+            x.shape
+        )
+
+
+def fuse_norms(model: PreTrainedModel, probe: Probe, library: ctypes.CDLL | None = None) -> ModuleReplacement | None:
+    """Replace every norm of this kind; with a library, its kernels serve those of float32."""
+    kernels = None if library is None else SmallKernels(library)
+    places: dict[torch.nn.Module, torch.nn.Module] = {}
+    for call in probe.trace(_may_be_norm):
+        weight = next(call.module.parameters())
+        norm = recognize(call.module) if call.is_simple and call.inputs[0].shape[-1] == len(weight) else None
+        if norm is not None:
+            is_served = weight.dtype is torch.float32 and weight.device.type == "cpu"
+            places[call.module] = FusedNorm(norm, weight.dtype, kernels if is_served else None)
+    return ModuleReplacement(len(places), replace_modules(model, places)) if places else None
+
+
+def _may_be_norm(module: torch.nn.Module) -> bool:
+    parameters = list(module.parameters())
+    is_leaf = not list(module.children()) and not list(module.buffers())
+    return is_leaf and len(parameters) == 1 and parameters[0].dim() == 1 and not isinstance(module, FusedNorm)
+
+
+@torch.inference_mode()
+def recognize(module: torch.nn.Module) -> RecognizedNorm | None:
+    """What norm a module with a single vector as its weight is; None if it is another thing."""
+    copied = copy.deepcopy(module).float()
+    weight = next(copied.parameters()).detach()
+    ones = torch.ones(1, len(weight), device=weight.device)
+    try:
+        scale, least = copied(LARGE * ones)[0], copied(SMALL * ones)[0]
+        is_offset = not _alike(scale, weight)
+        exact = 1 + weight if is_offset else weight
+        at = int(exact.abs().argmax())
+        if not _alike(scale, exact) or least[at] == 0:
+            return None
+        # least = scale * SMALL / sqrt(SMALL² + epsilon)
+        measured = (float(exact[at] / least[at]) * SMALL) ** 2 - SMALL**2
+        norm = RecognizedNorm(exact.clone(), _epsilon(module, measured), is_offset)
+        return norm if all(_alike(copied(x), _plain(norm, x)) for x in _inputs(weight)) else None
+    except (RuntimeError, TypeError, ValueError, IndexError):  # a module that takes no rows of numbers is no norm
+        return None
+
+
+def _epsilon(module: torch.nn.Module, measured: float) -> float:
+    """The module's own number where it has one that is like what was measured: that is rounded."""
+    own = [value for value in vars(module).values() if isinstance(value, float)]
+    near = [value for value in own if abs(value - measured) <= 1e-3 * value]
+    return near[0] if near else max(measured, 0.0)
+
+
+def _inputs(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    generator = torch.Generator(device=weight.device).manual_seed(0)
+    for magnitude in MAGNITUDES:
+        yield magnitude * torch.randn(4, len(weight), generator=generator, device=weight.device)
+
+
+def _plain(norm: RecognizedNorm, x: torch.Tensor) -> torch.Tensor:
+    return rms_norm(x, norm.scale.shape, norm.scale, norm.epsilon)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=ROUNDING, atol=ROUNDING)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from cuelight.actors.executor.batch import SamplingRow
-from cuelight.actors.executor.chance import TOKEN_FIRST, TOKEN_SECOND, keys
+from cuelight.actors.executor.rng import TOKEN_FIRST, TOKEN_SECOND, keys
 from cuelight.messages.request import Sampling
 
 TOP_K_PICKED_MAX = 1024

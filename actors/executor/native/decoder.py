@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from cuelight.actors.executor.native.architecture import Architecture, NotNative
 from cuelight.actors.executor.native.attention import BF16, FLOAT32, CueKv, CueSequences, CueSlots, StepLayout
 from cuelight.actors.executor.native.linear import Arena, LinearKernels, WeightFormat, aligned
-from cuelight.actors.executor.native.weights import Tensor, as_float32, stacked
+from cuelight.actors.executor.native.model_folder import Architecture, NotNative, Tensor, as_float32, stacked
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]

@@ -8,18 +8,21 @@ from statistics import median
 
 import numpy as np
 
-from cuelight.actors.executor.lasting import HostMemoryMapping
-from cuelight.actors.executor.native.architecture import Architecture, NotNative, read_architecture
+from cuelight.actors.executor.host_memory import HostMemoryMapping
 from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout, wants_vnni_pairs
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
 from cuelight.actors.executor.native.decoder import NativeDecoder, NativeWeights
+from cuelight.actors.executor.native.kv_pool import NativeKVPool
 from cuelight.actors.executor.native.linear import WeightFormat
-from cuelight.actors.executor.native.pool import NativeKVPool
-from cuelight.actors.executor.native.runner import NativeRunner
-from cuelight.actors.executor.native.sampler import Sampler
-from cuelight.actors.executor.native.weights import BadWeights, read_weights
-from cuelight.actors.executor.options import CannotLoad, LoadOptions
-from cuelight.actors.executor.phases import current_phases
+from cuelight.actors.executor.native.model_folder import (
+    Architecture,
+    BadWeights,
+    NotNative,
+    read_architecture,
+    read_weights,
+)
+from cuelight.actors.executor.native.runner import NativeRunner, Sampler
+from cuelight.actors.executor.options import CannotLoad, LoadOptions, current_phases
 from cuelight.kernel import get_logger
 from cuelight.messages.request import BlockCopies, CopyKind, HostTier
 

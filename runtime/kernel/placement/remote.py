@@ -1,0 +1,301 @@
+"""The near side of a placement: hands an actor's messages over to where it lives, and knows when that is no more."""
+
+import asyncio
+import fcntl
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from multiprocessing.process import current_process
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+from typing import NamedTuple
+
+import anyio
+
+from cuelight.kernel.actor import ActorSpec, InProcess, Role
+from cuelight.kernel.codec import AddressId, reachable
+from cuelight.kernel.errors import ActorCrashed, KernelError, NotSendable, ProcessKilled, RemoteError
+from cuelight.kernel.events import Delivered
+from cuelight.kernel.placement import wire
+from cuelight.kernel.supervision import Terminated
+from cuelight.kernel.table import ActorSlot, ActorTable, Life
+
+_LINGER_SECONDS = 5.0
+"""For what a process does at its exit once its actor's life is over."""
+
+_LAST_FRAMES_SECONDS = 1.0
+"""For what a process sent before it exited. Only a descendant of it that keeps the socket can make that take long."""
+
+_CHILD_PROGRAM = "import sys; sys.path[:] = {path!r}; from cuelight.kernel.child import main; main({descriptor})"
+
+
+class RemoteLifeSpec(NamedTuple):
+    """All that the far side must know of one life."""
+
+    part: ActorSpec[object]
+    cast: tuple[Role[object], ...]
+    seed: int
+    slow_handler_seconds: float
+
+
+def prepare_mailbox(table: ActorTable, slot: ActorSlot) -> None:
+    """Have messages to this slot's actor made ready at their senders.
+
+    Raises NotSendable for a part that cannot live where it should, and KernelError where nobody may be started.
+    """
+    spec = RemoteLifeSpec(slot.part, tuple(table.roles()), 0, table.slow_handler_seconds)
+    if isinstance(slot.part.placement, InProcess):
+        _child_preamble(spec)
+    reachable(role.accepts for role in spec.cast)
+    slot.mailbox.convert = wire.MessageEncoder(spec.cast, slot.part.placement.message_bytes_max).encode
+
+
+class RemoteLife(Life):
+    """One life of an actor that lives on a thread or in a process of its own."""
+
+    def __init__(
+        self, table: ActorTable, slot: ActorSlot, run_on_thread: Callable[[socket.socket, RemoteLifeSpec], None]
+    ) -> None:
+        super().__init__(table, slot)
+        self._run_on_thread = run_on_thread
+        self._spec = RemoteLifeSpec(slot.part, tuple(table.roles()), self.seed, table.slow_handler_seconds)
+        encoder = wire.MessageEncoder(self._spec.cast, slot.part.placement.message_bytes_max)  # others may have joined
+        slot.mailbox.convert = encoder.encode
+        self._wire = wire.Wire(encoder, table.find_by_name, self)
+        self._remote_watchers = _RemoteWatchers(slot, self._wire)
+        self._mailbox = slot.mailbox
+        self._unacknowledged = (
+            deque[tuple[float, str, wire.EncodedMessage]](),
+            deque[tuple[float, str, wire.EncodedMessage]](),
+        )
+        """What has not been begun, ordinary and urgent."""
+        self._last_begun: object = None
+        """The message that was begun last."""
+        self.exited: asyncio.Future[RemoteError] = asyncio.get_running_loop().create_future()
+        """How the thread or process has ended."""
+        self.on_slow = table.report_slow
+        self._is_ready = False
+        self._is_end_reported = False
+        """Its last word has come, or is not waited for: what has not been begun is known, and its end is no crash."""
+        self._kill: Callable[[], object] = lambda: None
+
+    async def open(self) -> "RemoteLife":
+        """Begin the life. Raises ActorCrashed."""
+        try:
+            await self._launch()
+        except (OSError, RuntimeError, KernelError) as error:  # no descriptor, process or thread is to be had
+            raise ActorCrashed(self._slot.name, "construction", error) from error
+        while not self._is_ready and not self._is_ending():
+            await self._mailbox.wait(for_more=True)
+        if self._is_ending():
+            await self._wait_until_gone()
+        return self
+
+    async def _launch(self) -> None:
+        """Start the thread or process, with a connection to it."""
+        with ExitStack() as undo:
+            undo.callback(self.set_exited, RemoteError("it was not begun"))
+            near, far = socket.socketpair()
+            undo.enter_context(far)
+            await self._wire.connect(near)
+            wait: Callable[[], RemoteError | None] = partial(self._run_on_thread, far, self._spec)
+            if isinstance(self._slot.part.placement, InProcess):
+                self._wire.write(_child_preamble(self._spec))
+                child = _start_child(far)
+                self._kill, wait = child.kill, partial(_wait_for_exit, child)
+            threading.Thread(target=self._watch, args=(wait,), name=f"cuelight {self._slot.name}", daemon=True).start()
+            undo.pop_all()
+
+    def _watch(self, wait: Callable[[], RemoteError | None]) -> None:
+        how = None
+        try:
+            how = wait()
+        finally:
+            with suppress(RuntimeError):  # the loop was closed without stopping the system
+                self.exited.get_loop().call_soon_threadsafe(self.set_exited, how or RemoteError("its thread ended"))
+
+    async def forward_messages(self) -> None:
+        """Hand messages over until the mailbox is closed and empty, or the slot is to be left. Raises ActorCrashed."""
+        while not self._is_ending():
+            if self.is_stop_requested or (self._mailbox.closed and not len(self._mailbox)):
+                self._wire.call("stop", self._mailbox.is_dropped)
+            elif len(self._mailbox) and sum(map(len, self._unacknowledged)) < wire.WINDOW:
+                arrived, sender, message = self._mailbox.take()
+                # What the kernel itself posts has not been encoded by a sender.
+                encoded = message if isinstance(message, wire.EncodedMessage) else self._wire.encoder.encode(message)
+                self._unacknowledged[type(encoded.message) in self._slot.part.role.urgent].append(
+                    (arrived, sender, encoded)
+                )
+                self._wire.send(self._slot.name, sender, encoded)
+                continue
+            await self._mailbox.wait(for_more=True)
+        await self._wait_until_gone()
+
+    def _is_ending(self) -> bool:
+        return self.crash is not None or self._wire.over.is_set() or self.exited.done()
+
+    async def _wait_until_gone(self) -> None:
+        """Wait until the thread or process is no more, and what it has sent is heard. Raises ActorCrashed."""
+        if self.crash is not None and not self._is_end_reported:
+            self._wire.call("abort")  # a thread hears it between two turns of its loop
+            self._kill()
+        # Else its last word has come or the connection is over, so whatever still lives there must not for long.
+        await asyncio.wait([self.exited], timeout=_LINGER_SECONDS)
+        self._kill()
+        await asyncio.wait([self.exited])
+        if not self._is_end_reported:
+            with anyio.move_on_after(_LAST_FRAMES_SECONDS):
+                await self._wire.over.wait()
+        # What was handed over and never begun goes back after a crash in order; else nobody knows, and it is lost.
+        for lane, entries in zip((self._mailbox.ordinary, self._mailbox.urgent), self._unacknowledged, strict=True):
+            self._mailbox.give_back(lane, entries, lost=not self._is_end_reported)
+        if not self._is_end_reported:
+            self.crash_with(ActorCrashed(self._slot.name, "", self.exited.result()))
+        if self.crash is not None:
+            raise self.crash
+
+    def end(self, *, drop: bool) -> None:
+        """End a process at once, and a thread when its handler returns."""
+        self._wire.close()
+        self._kill()
+
+    def set_exited(self, how: RemoteError) -> None:
+        """The thread or process is no more, or is to be waited for no longer."""
+        if not self.exited.done():
+            self.exited.set_result(how)
+        self._mailbox.wake()
+
+    def on_begun(self, *counts: int) -> None:
+        """The actor is there, and has begun so many more of the messages that were handed over, by lane."""
+        self._is_ready = True
+        for lane, count in zip(self._unacknowledged, counts, strict=True):
+            for _ in range(count):
+                _, sender, encoded = lane.popleft()
+                self._last_begun = encoded.message
+                if self._table.tap is not None:
+                    self._table.tap(Delivered(self._table.clock.now(), sender, self._slot.name, encoded.message))
+        self._mailbox.wake()
+
+    def on_watch(self, name: str, is_own: bool) -> None:
+        """The actor watches this one, or somebody whom it has spawned does."""
+        watcher = self._slot if is_own else self._remote_watchers
+        try:
+            self._table.watch(watcher, name)
+        except KeyError:  # it has gone meanwhile
+            watcher.notify(Terminated(name, "", is_restarting=False))
+
+    def on_dismiss(self, name: str, drop: bool) -> None:
+        """The actor wants this one to stop, itself or another."""
+        if (
+            self._table.find_by_name(name) is not None or name not in self._wire.encoder.names
+        ):  # else it has gone meanwhile
+            self._table.dismiss(Role(name, object, 1), drop=drop)
+
+    def on_kill(self, name: str, reason: str, killed_by: str) -> None:
+        """Kill the actor of this name, as the remote side asks."""
+        self._table.kill_for(killed_by, Role(name, object, 1), reason)
+
+    def on_crashed(self, message_type: str, error: str, trace: str) -> None:
+        """The actor raised, and its life is over."""
+        self._is_end_reported = True
+        message = self._last_begun if type(self._last_begun).__qualname__ == message_type else None
+        self.crash_with(ActorCrashed(self._slot.name, message_type, RemoteError(error, trace), message))
+
+    def on_stopped(self) -> None:
+        """The actor has stopped in order, and its life is over."""
+        self._is_end_reported = True
+
+    def on_message(self, to: AddressId, _sender: str, message: object, /) -> None:
+        """The actor tells somebody here something."""
+        self._table.actor_clock.acting = self._slot.name
+        try:
+            self._wire.address(to).tell(message)
+        finally:
+            self._table.actor_clock.acting = ""
+
+    def on_error(self, message_type: str, error: Exception, /) -> None:
+        """What the actor said could not be handed on: that is its crash, as at home."""
+        self.crash_with(ActorCrashed(self._slot.name, message_type, error))
+        self._wire.close()
+
+    def on_disconnect(self) -> None:
+        """The connection is over."""
+        self._remote_watchers.unwatch_all()
+        self._mailbox.wake()
+
+
+class _RemoteWatchers(ActorSlot):
+    """Those whom a life elsewhere has spawned there, as they watch others."""
+
+    def __init__(self, host: ActorSlot, to: wire.Wire) -> None:
+        super().__init__(host.part, host.mailbox)
+        self.name = f"those with {host.name}"
+        self._wire = to
+
+    def notify(self, news: Terminated) -> None:
+        self._wire.send(news.actor, news.actor, self._wire.encoder.encode(news))
+
+
+def _child_preamble(spec: RemoteLifeSpec) -> bytes:
+    """What a child process is sent first. Raises NotSendable for a part that no other process can import."""
+    name = spec.part.role.name
+    if getattr(current_process(), "_inheriting", False):  # this is a child, which imports the main module just now
+        raise KernelError("a child imports this main module, which starts a system: guard it by __name__ == '__main__'")
+    try:
+        payload = pickle.dumps(spec)
+    except Exception as error:  # pickle lets through whatever the objects raise
+        reason = f"the part of {name!r} cannot be imported by another process: {error}"
+        raise NotSendable(f"{reason}; build must be a function at the top of a module, or a partial of one") from error
+    preparation: dict[str, object] = {"name": f"cuelight {name}", "sys_argv": sys.argv}
+    if b"__main__" in payload or b"__mp_main__" in payload:  # else its code is not to run again
+        preparation |= _main_module(name)
+    return b"".join(map(pickle.dumps, (os.getpid(), preparation))) + payload
+
+
+def _main_module(name: str) -> dict[str, object]:
+    """Where `multiprocessing.spawn.prepare` is to find this program's main module. Raises NotSendable."""
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None:
+        return {"init_main_from_name": main.__spec__.name}
+    path = getattr(main, "__file__", None)
+    if path is None or not Path(path).exists():
+        raise NotSendable(f"{name!r} was defined at a prompt; a process can only import what a file defines")
+    return {"init_main_from_path": path}
+
+
+def _start_child(far: socket.socket) -> Popen[bytes]:
+    """A fresh interpreter that inherits one socket, output and errors, and no input."""
+    path = [each for each in sys.path if isinstance(each, str)]  # the import system passes over anything else
+    # Above those that are to be its output and errors, which this process may have closed.
+    with far, socket.socket(fileno=fcntl.fcntl(far, fcntl.F_DUPFD_CLOEXEC, 3)) as connection:
+        descriptor = connection.fileno()
+        command = [sys.executable, "-c", _CHILD_PROGRAM.format(path=path, descriptor=descriptor)]
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until it can ignore an interrupt
+        try:
+            return Popen(command, stdin=DEVNULL, stdout=_inherited(1), stderr=_inherited(2), pass_fds=[descriptor])
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _inherited(descriptor: int) -> int | None:
+    """An output as `subprocess` is to be told of it: nowhere, where this process has closed its own."""
+    with suppress(OSError):
+        if os.get_inheritable(descriptor):  # else it is something else by now
+            return None
+    return DEVNULL
+
+
+def _wait_for_exit(child: Popen[bytes]) -> RemoteError:
+    """Wait for the end of a child process, and return what ended it."""
+    if (status := child.wait()) >= 0:
+        return RemoteError(f"its process exited with status {status}")
+    names = {each.value: each.name for each in signal.Signals}  # a real-time signal has none
+    name = names.get(-status, f"signal {-status}")
+    return ProcessKilled(f"its process was killed by {name}", name)

@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -47,6 +48,11 @@ def sources(*folders: str) -> dict[str, Path]:
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
             modules[".".join([FOLDERS[folder], *parts]).removesuffix(".__init__")] = path
     return modules
+
+
+@cache  # for all rules
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def within(module: str, *packages: str) -> bool:
@@ -161,7 +167,7 @@ RULES: tuple[Rule, ...] = (layers, libraries, time_and_chance, documented, short
 def test_the_package_keeps(rule: Rule) -> None:
     complaints = []
     for module, path in sources().items():
-        complaints += rule(module, ast.parse(path.read_text(encoding="utf-8")))
+        complaints += rule(module, parsed(path))
     assert not complaints, "\n".join(complaints)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SEEDS = 2
-REQUESTS = 50
+REQUESTS = 30
 
 
 @cache

@@ -11,7 +11,7 @@ import pytest
 from benchmark_modules import benchmark
 
 SEEDS = 2
-REQUESTS = 50
+REQUESTS = 30
 
 fairness = benchmark("fairness")
 

@@ -34,20 +34,18 @@ SPLIT: dict[str, Case] = {
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[TritonProcess]:
-    with triton_process(interpret=True) as process:
+    with triton_process() as process:
         yield process
 
 
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[TritonProcess]:
-    with triton_process(interpret=False) as process:
-        yield process
+KINDS = ((9, 1), (33, 1), (50, 7), (12, 12), (70, 24))
+"""Decodes, a whole prompt and chunks of more than one tile; the interpreter runs the programs one after the other."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernels_are_what_float64_says(shape: str, interpreted: TritonProcess) -> None:
-    for mix in ("one token", "all kinds"):
-        interpreted.run(triton_checks.kernels_are_right, dataclasses.replace(SHAPES[shape], rows=MIXES[mix]), None)
+    for rows in (MIXES["one token"], KINDS):
+        interpreted.run(triton_checks.kernels_are_right, dataclasses.replace(SHAPES[shape], rows=rows), None)
 
 
 @pytest.mark.parametrize("name", SPLIT)
@@ -95,10 +93,8 @@ FAST_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
         (90, "fp32", Case((), kv_heads=3, head_dim=80, block_size=3, window=5), 32),
     ],
 )
-def test_the_kernels_compile_and_fit_a_gpu(
-    capability: int, type_name: str, case: Case, rows: int, compiler: TritonProcess
-) -> None:
-    shared = compiler.run(triton_checks.compiled, capability, type_name, case, rows)
+def test_the_kernels_compile_and_fit_a_gpu(capability: int, type_name: str, case: Case, rows: int) -> None:
+    shared = triton_checks.compiled(capability, type_name, case, rows)
     # Two programs at a time at least, so that one computes while the other waits for memory.
     assert 0 < shared <= FAST_MEMORY[capability] // (2 if type_name != "fp32" else 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,13 @@ def normal(seed: int, *shape: int) -> Array:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
+@cache  # for all forms and counts of threads, as are the products
+def drawn(seed: int, *shape: int) -> Array:
+    return normal(seed, *shape)
+
+
 def operands(rows: int, outputs: int, inputs: int) -> tuple[Array, Array]:
-    return normal(rows, rows, inputs), normal(outputs, outputs, inputs)
+    return drawn(rows, rows, inputs).copy(), drawn(outputs, outputs, inputs).copy()
 
 
 def parts(x: Array, size: int) -> Array:
@@ -90,8 +96,10 @@ def int4_weights(packed: PackedMatrix) -> Array:
     return values.reshape(packed.outputs, -1)[:, : packed.inputs]
 
 
-def int8_product(x: Array, weights: Array) -> tuple[Array, Array]:
-    """The product in float64, and the magnitudes added."""
+@cache
+def int8_product(rows: int, outputs: int, inputs: int) -> tuple[Array, Array]:
+    """The product of these operands in float64, and the magnitudes added."""
+    x, weights = operands(rows, outputs, inputs)
     (values, scales), (codes, steps) = to_int8(parts(x, SPAN)), to_int8(weights)
     sums = np.einsum("rsi,osi->ros", values, parts(codes, SPAN)) * scales.astype(np.float64)[:, None, :, 0]
     wide = steps[:, 0].astype(np.float64)
@@ -118,7 +126,7 @@ def test_int8_products_are_those_of_the_quantized_operands(
     threads: LinearKernels, rows: int, outputs: int, inputs: int
 ) -> None:
     x, weights = operands(rows, outputs, inputs)
-    expected, magnitudes = int8_product(x, weights)
+    expected, magnitudes = int8_product(rows, outputs, inputs)
     difference = np.abs(threads.linear(threads.pack(weights, WeightFormat.INT8), x) - expected)
     assert (difference <= TOLERANCE * magnitudes + 1e-30).all()
 
@@ -164,13 +172,21 @@ def test_products_of_integers_are_exact(
         np.testing.assert_array_equal(threads.linear(threads.pack(weights, kind), x), x @ weights.T)
 
 
+@cache
+def float_product(rows: int, outputs: int, inputs: int, kind: WeightFormat) -> tuple[Array, Array]:
+    """The product of these operands in float64, and the magnitudes added."""
+    x, weights = operands(rows, outputs, inputs)
+    used = (from_bf16(to_bf16(weights)) if kind is WeightFormat.BF16 else weights).astype(np.float64)
+    return x @ used.T, np.abs(x) @ np.abs(used.T)
+
+
 @pytest.mark.parametrize("kind", [WeightFormat.F32, WeightFormat.BF16])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
 def test_float_products(threads: LinearKernels, rows: int, outputs: int, inputs: int, kind: WeightFormat) -> None:
     x, weights = operands(rows, outputs, inputs)
     y = threads.linear(threads.pack(weights, kind), x)
-    used = (from_bf16(to_bf16(weights)) if kind is WeightFormat.BF16 else weights).astype(np.float64)
-    assert (np.abs(y - x @ used.T) <= TOLERANCE * (np.abs(x) @ np.abs(used.T))).all()
+    expected, magnitudes = float_product(rows, outputs, inputs, kind)
+    assert (np.abs(y - expected) <= TOLERANCE * magnitudes).all()
 
 
 def test_sums_of_the_largest_magnitudes_do_not_saturate(kernels: LinearKernels) -> None:

@@ -152,7 +152,7 @@ def hard_cases(n: int) -> list[tuple[str, Floats, list[Options], list[set[int]]]
         for temperature in (1e-30, 1e-3, 1.0, 100.0, 1e30)
         for top_k in (0, 1, 3, n - 1, n, n + 1)
         for top_p in (1e-12, 0.5, 0.9, 1 - 2.0**-53, 1.0)
-        for seed in range(4)
+        for seed in range(2)
         if top_k >= 0
     ]
     return [
@@ -216,7 +216,7 @@ def test_frequencies_are_the_probabilities(form: ctypes.CDLL, top_k: int, top_p:
 def test_nearly_the_same_logits_give_nearly_always_the_same_token(
     native: ctypes.CDLL, top_k: int, top_p: float
 ) -> None:
-    n, pairs, samples = 49152, 20, 1000
+    n, pairs, samples = 49152, 20, 400
     random = np.random.default_rng(6)
     flips = inverse_flips = 0
     uniforms = random.random(samples)
@@ -236,7 +236,7 @@ def test_nearly_the_same_logits_give_nearly_always_the_same_token(
         sums = [np.exp(row.astype(np.float64)).cumsum() for row in both]
         inverse = [np.searchsorted(each, uniforms * each[-1]) for each in sums]
         inverse_flips += int((inverse[0] != inverse[1]).sum())
-    assert flips < 4
+    assert flips < 3
     assert inverse_flips > 20, "the distance is one that moves a walk through the sums"
 
 

@@ -13,8 +13,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _choose(interpret: bool) -> None:
-    os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
+def _choose() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
     os.environ["OMP_NUM_THREADS"] = "1"  # torch's, which take longer to start than these sizes take
 
 
@@ -29,8 +29,8 @@ class TritonProcess:
 
 
 @contextmanager
-def triton_process(*, interpret: bool) -> Iterator[TritonProcess]:
+def triton_process() -> Iterator[TritonProcess]:
     """This module imports no torch, which might import Triton before the choice is made."""
     spawn = get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_choose, initargs=(interpret,)) as pool:
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_choose) as pool:
         yield TritonProcess(pool)

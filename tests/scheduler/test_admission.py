@@ -77,7 +77,7 @@ def test_fair_decodes_that_fill_every_step_keep_nobody_from_its_share(token_budg
     """With one that decodes less, there is a token for the one that comes."""
     core = Core(seed, device=WatchedDevice(400, 4), running_max=64, token_budget=token_budget, policy=policy("fair"))
     for request_id in range(12):
-        core.admit(request_id, [request_id] * 4, LONG, service=Service("long"))
+        core.admit(request_id, [request_id] * 4, Sampling(max_tokens=40, ignore_eos=True), service=Service("long"))
     step_until(core, lambda: len(core.outputs()) == token_budget)
     core.admit(100, [50] * 4, Sampling(max_tokens=4), service=Service("short"))
     step_until(core, lambda: 100 in core.ends(), steps_max=300)

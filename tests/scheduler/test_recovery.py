@@ -12,7 +12,6 @@ from support import Core, expected_output
 from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.stub import StubBatch, StubDevice
 from cuelight.actors.scheduler import recovery
-from cuelight.actors.scheduler.planning import STEPS_BEFORE_GROWTH
 from cuelight.actors.scheduler.watchdog import FIRST_STEP_SECONDS, REPORT_SECONDS, START_SECONDS, STEP_SECONDS
 from cuelight.kernel import ExitCause, Terminated
 from cuelight.messages import detokenizer
@@ -556,14 +555,16 @@ def test_steps_that_do_not_fit_are_made_smaller_and_nobody_fails(fits: int) -> N
     assert refused <= 12 * 7, "the device is not asked again and again for what it cannot do"
 
 
-def test_what_fits_is_tried_again_when_there_may_be_room() -> None:
+def test_what_fits_is_tried_again_when_there_may_be_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 32
+    monkeypatch.setattr("cuelight.actors.scheduler.planning.STEPS_BEFORE_GROWTH", steps)
     device = Small(1000, 4)
     device.fits = 4
     core = Core(0, device=device, token_budget=64)
-    admit_all(core, 4, max_tokens=STEPS_BEFORE_GROWTH * 3)
+    admit_all(core, 4, max_tokens=steps * 3)
     step_until(core, lambda: len(device.seen) > 10)
     device.fits = 10**6
-    step_until(core, lambda: len(device.seen) > STEPS_BEFORE_GROWTH * 2 + 20)
+    step_until(core, lambda: len(device.seen) > steps * 2 + 20)
     core.admit(100, list(range(40)), Sampling(max_tokens=1))
     finish(core)
     assert max(sum(chunk.token_count for chunk in step.chunks) for step in device.seen) > 4

@@ -1,7 +1,7 @@
 """Caches what transformers makes of a model folder's tokenizer, for starts without transformers' loader and torch.
 
-Runs as a program, `python -m cuelight.actors.intake.tokenizer_cache SOURCE FOLDER`. Only transformers knows which of its
-classes reads a folder and what that class builds, so its result is cached rather than the folder's own files read.
+Runs as a program: `python -m cuelight.actors.intake.tokenizer_cache SOURCE FOLDER`. Only transformers has the rule by
+which a folder names its tokenizer class, so the built tokenizer is cached rather than the folder's own files.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def test_an_example_without_what_it_needs_says_how_to_run_it(run, name: str) -> 
 
 
 def test_every_example_is_run_here_and_says_how_to_run_it() -> None:
-    here = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*examples.py"))
+    here = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.rglob("test_*examples.py"))
     for path in sorted(EXAMPLES.glob("*.py")):
         assert f'run("{path.name}"' in here, f"{path.name} is not tested"
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

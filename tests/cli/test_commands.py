@@ -25,7 +25,7 @@ from cuelight.errors import ModelUnavailable, PromptTooLong
 REPEATING = """
 import sys, types
 import anyio
-from cuelight import cli
+from cuelight.cli import commands as cli
 
 class Chat:
     async def say(self, text):

@@ -19,7 +19,7 @@ NET_SECONDS = 60
 DRAINING = """
 import sys, types
 import anyio
-from cuelight import cli
+from cuelight.cli import commands as cli
 from cuelight.errors import EngineClosed
 
 drained = None

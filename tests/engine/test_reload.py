@@ -505,7 +505,7 @@ def children() -> list[int]:
                 command = (folder / "cmdline").read_text()
             except OSError:
                 continue
-            if int(fields[1]) == os.getpid() and fields[0] != "Z" and "elsewhere" in command:
+            if int(fields[1]) == os.getpid() and fields[0] != "Z" and "cuelight.kernel.child" in command:
                 found.append(int(folder.name))
     return found
 

@@ -131,7 +131,7 @@ def test_a_model_without_a_list_of_layers_is_not_compiled(tmp_path: Path, monkey
 )
 def test_who_is_compiled(device: str, eager: bool | None, wanted: bool, tmp_path: Path) -> None:
     save(transformers.LlamaConfig(**GROUPED), tmp_path)
-    start = loading._ModelLoader(options(tmp_path, eager=eager), loading.memory_of)
+    start = loading._TransformersLoader(options(tmp_path, eager=eager), loading.memory_of)
     start._device = torch.device(device)
     assert start._wants_compiling is wanted
 

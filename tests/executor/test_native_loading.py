@@ -594,7 +594,7 @@ def test_compiling_that_fails_is_told_in_the_compilers_words(tmp_path: Path, mon
 GREEDY_STEPS = """
 import sys, time
 from pathlib import Path
-from cuelight import ensemble
+from cuelight.core import parts
 from cuelight.actors.executor import loading
 from cuelight.actors.executor.options import LoadOptions
 from cuelight.messages.executor import RowChunk, ExecuteStep, Row

@@ -200,7 +200,7 @@ def test_the_hosts_free_memory_is_what_the_system_says(tmp_path: Path, monkeypat
     assert isinstance(memory, SystemMemory) and not memory.is_measured
     assert 0 < memory.free() <= memory.total()
     meminfo = tmp_path / "meminfo"
-    monkeypatch.setattr(memory, "MEMINFO", meminfo)
+    monkeypatch.setattr("cuelight.actors.executor.model.memory.MEMINFO", meminfo)
     assert memory.free() > 0, "there may be no such file"
     meminfo.write_text("MemTotal: 9 kB\nMemAvailable:       5 kB\n")
     assert memory.free() == 5 << 10

@@ -28,7 +28,7 @@ CONTENT = b"GGUF, as far as the store is concerned"
 # A process that prepares the GGUF file it is given, but waits for a line of input in the middle of converting.
 PREPARE = """
 import sys
-from cuelight import store
+from cuelight.models import store
 
 def convert(source, folder, progress):
     (folder / "half").write_text("half of it")

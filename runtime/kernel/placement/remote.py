@@ -119,7 +119,14 @@ class RemoteLife(Life):
             how = wait()
         finally:
             with suppress(RuntimeError):  # the loop was closed without stopping the system
-                self.exited.get_loop().call_soon_threadsafe(self.set_exited, how or RemoteError("its thread ended"))
+                error = how or RemoteError("its thread ended")
+                loop = self.exited.get_loop()
+                loop.call_soon_threadsafe(self._join_and_set_exited, threading.current_thread(), error)
+
+    def _join_and_set_exited(self, watcher: threading.Thread, how: RemoteError) -> None:
+        """Join the watching thread, which has just made its last call, so that no thread outlives the system."""
+        watcher.join()
+        self.set_exited(how)
 
     async def forward_messages(self) -> None:
         """Hand messages over until the mailbox is closed and empty, or the slot is to be left. Raises ActorCrashed."""

@@ -195,8 +195,9 @@ def test_torchs_own_code_gives_the_same_and_is_kept(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
     # Else it tries out in four processes what g++ can, in each of which torch is imported.
     monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
-    # Else it shares a precompiled header with every program of this user, and one that is killed leaves half of it.
-    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
+    # The precompiled header is this test's own: a program that is killed leaves half of the user's.
+    for place in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):
+        monkeypatch.setattr(f"torch._inductor.codecache.{place}", str(tmp_path / "headers"))
     monkeypatch.setattr(compiling, "WARM_TOKENS", compiling.WARM_TOKENS[:1])  # which saves half the time
     config = transformers.LlamaConfig(**{**GROUPED, "num_hidden_layers": 1})
     model = save(config, tmp_path / "model")

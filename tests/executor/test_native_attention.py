@@ -159,7 +159,7 @@ class Paged:
         return values.transpose(1, 0, 2, 3).reshape(shape.kv_heads, -1, shape.head_dim)[:, :context]
 
     def draw(self, *dims: int) -> Array:
-        return self.random.standard_normal(dims).astype(np.float32)
+        return self.random.standard_normal(dims, np.float32)
 
 
 def unpaired(blocks: Array, which: int) -> Array:
@@ -176,12 +176,12 @@ def reference(paged: Paged, q: Array, scale: float) -> Array:
     for i, (count, context) in enumerate(paged.chunks):
         keys = np.repeat(paged.read(0, i), paged.shape.group, axis=0)
         values = np.repeat(paged.read(1, i), paged.shape.group, axis=0)
-        scores = np.einsum("thd,hcd->htc", q[start : start + count].astype(np.float64), keys) * scale
+        scores = q[start : start + count].astype(np.float64).transpose(1, 0, 2) @ keys.transpose(0, 2, 1) * scale
         sees = np.arange(context)[None, :] <= context - count + np.arange(count)[:, None]
         scores = np.where(sees, scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        out[start : start + count] = np.einsum("htc,hcd->thd", weights, values)
+        out[start : start + count] = (weights @ values).transpose(1, 0, 2)
         start += count
     return out
 

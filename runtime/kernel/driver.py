@@ -307,7 +307,7 @@ class AsyncioDriver(ActorTable):
             slot.mailbox.close(drop=True)
             if isinstance(slot.life, RemoteLife):
                 slot.life.on_stopped()  # so that its end counts as no crash
-                slot.life.set_exited(RemoteError("it took too long"))
+                slot.life.set_exited(RemoteError("it did not stop in time"))
 
     async def _clean_up(self, running: _Running) -> None:
         """End the lives that were cancelled, and the workers."""

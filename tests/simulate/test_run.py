@@ -227,7 +227,7 @@ def _trusts_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (_takes_all, "gets"),
         (_voids_nothing, "KeyError|steps end in the order|crashed|never ends"),
         (_closes_nothing, "scheduler knows of"),
-        (_blames_nobody, "no hope|there is no executor|no rest"),
+        (_blames_nobody, "no hope|there is no executor|not at rest"),
         (_forgets_output, "gets|ends for"),
         (_forgets_prompts, "never ends"),
         (_computes_nonsense, r"request \d+ gets \["),

@@ -71,7 +71,7 @@ def encode_header(about: dict[str, object]) -> bytes:
     try:
         return MAGIC + bytes([VERSION]) + _framed(_ABOUT + _encoder.encode(about))
     except (TypeError, ValueError, OverflowError) as error:
-        raise JournalError(f"the journal's about cannot be encoded as msgpack: {error}") from error
+        raise JournalError(f"the journal's `about` cannot be encoded as msgpack: {error}") from error
 
 
 def _framed(body: bytes) -> bytes:

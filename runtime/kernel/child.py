@@ -46,7 +46,7 @@ class _RemoteDriver(AsyncioDriver):
     """A system of one actor and those it spawns; the other actors are at the other end of a wire."""
 
     interrupts = ()
-    """None: KeyboardInterrupt and SystemExit are crashes of the actor here, reported like any other."""
+    """Empty: KeyboardInterrupt and SystemExit are crashes of the actor, reported like any other."""
 
     def __init__(self, spec: RemoteLifeSpec, on_lost: Callable[[], None]) -> None:
         self._role = role = spec.part.role
@@ -174,7 +174,7 @@ class _RemoteDriver(AsyncioDriver):
 
 def _crash_report(message_type: str, error: BaseException) -> tuple[str, ...]:
     trace = ""
-    with suppress(Exception):  # of an error that cannot be shown
+    with suppress(Exception):  # formatting a foreign error can raise anything
         trace = "".join(traceback.format_exception(error)).rstrip().encode(errors="backslashreplace").decode()
     return "crashed", message_type, describe(error)[:_REPORT_CHARS_MAX], trace[-_REPORT_CHARS_MAX:]
 

@@ -32,7 +32,7 @@ class _Running:
         self.deadlines = AskDeadlines(loop, LoopClock())
         self.tasks = asyncio.TaskGroup()
         self.grace = anyio.CancelScope()
-        """Cancelled when the time for an orderly stop is over."""
+        """Cancelled when the time for an orderly stop has passed."""
         self.host: asyncio.Task[None] | None = None
         """The task that owns `tasks`, once every actor is built."""
 
@@ -112,7 +112,7 @@ class AsyncioDriver(ActorTable):
                 # Otherwise the life's task raises the crash again at once, and the restart policy decides.
 
     async def stop(self, *, drop: bool = False, timeout_seconds: float | None = None) -> None:
-        """Stop every actor, sources first, after it has handled what waits for it (with `drop`, without).
+        """Stop every actor, sources first, after it has handled its waiting messages (with `drop`, without).
 
         Restarts are cancelled. After `timeout_seconds` the waiting messages are dropped, child processes are killed,
         and threads whose work does not return are abandoned; without a timeout, waits as long as the actors need. A
@@ -187,7 +187,7 @@ class AsyncioDriver(ActorTable):
         return self._running
 
     async def _run(self, running: _Running, started: asyncio.Event) -> None:
-        """Run the lives and end them: the host task, which every other task of the system ends before."""
+        """Run the lives and end them: the host task, which ends after all other tasks of the system."""
         try:
             async with running.tasks:
                 for slot in self._slots.values():
@@ -249,7 +249,7 @@ class AsyncioDriver(ActorTable):
                 raise ActorCrashed(slot.name, type(message).__qualname__, error, message) from error
             finally:
                 actor_clock.acting = ""
-            message = None  # an idle actor keeps its last message alive no longer
+            message = None  # do not keep the last message alive while waiting
             if urgent or ordinary:
                 await asyncio.sleep(0)
             elif mailbox.closed:

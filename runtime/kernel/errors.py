@@ -65,7 +65,7 @@ class RemoteError(KernelError):
 
 
 class ActorKilled(RemoteError):
-    """The end of a life by `kill`; `killed_by` is the name of the actor that called it, "" for other code."""
+    """The end of a life by `kill`; `killed_by` is the name of the calling actor, "" for code outside the actors."""
 
     def __init__(self, error: str, killed_by: str = "") -> None:
         super().__init__(error)

@@ -55,7 +55,7 @@ class WorkerThread(Generic[M_contra]):
                     message = done(work())
                 except BaseException as error:
                     # SystemExit and its like would end the thread in silence and leave the actor waiting.
-                    given_up = RuntimeError(f"the work gave up its thread: {error!r}")
+                    given_up = RuntimeError(f"the work raised {error!r}, which is no Exception")
                     message = failed(error if isinstance(error, Exception) else given_up)
             except BaseException as worse:
                 # `done` or `failed` raised: the actor receives the exception itself and crashes on it.
@@ -83,7 +83,7 @@ class WorkerThread(Generic[M_contra]):
         while not self._loop.is_closed() and (job := self._jobs.get()) is not None:
             if not self._drop:
                 self._deliver(job())
-            del job  # an idle thread keeps its last job alive no longer
+            del job  # do not keep the last job alive while waiting
         self._deliver(self.has_ended.set)
         self._results.put(None)
 

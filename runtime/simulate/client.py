@@ -1,4 +1,4 @@
-"""The clients of a simulated run: drawn requests, and the check of what each of them received."""
+"""The clients of a simulated run: drawn requests, and the check of the messages that each client received."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class SimulatedClient:
         return last
 
     def check(self, allowed: AllowedOutcomes) -> None:
-        """Assert that the client received what the request alone would give, as far as `allowed` says."""
+        """Assert that the client received the output of the request served alone, or an outcome in `allowed`."""
         who = f"request {self.request_id}"
         heard, end = self._received, self.end
         assert all(message.request_id == self.request_id for message in heard), f"{who} receives another's message"

@@ -61,7 +61,7 @@ class MessageEncoder:
         """The actors known by name at both ends."""
         types: dict[Name, type] = {type_name(Terminated): Terminated}
         for role in cast:
-            with suppress(NotSendable):  # then no encoded message can reach this role
+            with suppress(NotSendable):  # no encoded message can reach this role then
                 types.update({**reachable([role.accepts]), **types})
         self._codec = Codec(types, self._to_index, lambda index, takes: self._find(int(index), takes))
 

@@ -117,7 +117,7 @@ class Simulation(ActorTable):
         raise SimulationError(f"not at rest after {steps_max} steps, at {self.clock.now()} s")
 
     def stop(self, *, drop: bool = False, steps_max: int = STEPS_MAX) -> None:
-        """Stop every actor, sources first, after it has handled what waits for it (with `drop`, without).
+        """Stop every actor, sources first, after it has handled its waiting messages (with `drop`, without).
 
         Restarts are cancelled. Runs to the end, unless called during `run`. Raises as `run`.
         """

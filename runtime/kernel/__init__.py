@@ -1,4 +1,4 @@
-"""Actors on asyncio: typed mailboxes, synchronous handlers, one system around a cast. Knows nothing of models."""
+"""Actors on asyncio: typed mailboxes, synchronous handlers, one system around a cast. Independent of models."""
 
 from cuelight.kernel.actor import Actor, ActorSpec, Context, InLoop, InProcess, OnThread, Placement, Role
 from cuelight.kernel.clock import Clock, LoopClock, Timer

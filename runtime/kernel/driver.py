@@ -21,24 +21,24 @@ from cuelight.kernel.table import ActorSlot, ActorTable, Life
 from cuelight.kernel.worker import WorkerThread
 
 TURN_MESSAGES = 64
-"""After this many messages an actor yields, so that a busy one cannot starve the others or the host's tasks."""
+"""Messages after which an actor yields, so that a busy actor cannot starve the others or the host's tasks."""
 
 
 class _Running:
-    """What a driver has only from its start to its end, in the event loop of its actors."""
+    """The state of a driver that is bound to the event loop of its actors, from its start to its end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.deadlines = AskDeadlines(loop, LoopClock())
         self.tasks = asyncio.TaskGroup()
         self.grace = anyio.CancelScope()
-        """Cancelled when the time for an orderly stop is over."""
+        """Cancelled when the time for an orderly stop has passed."""
         self.host: asyncio.Task[None] | None = None
         """The task that owns `tasks`, once every actor is built."""
 
 
 class AsyncioDriver(ActorTable):
-    """Runs a cast in one event loop; a subclass says how the life of an actor placed on a thread is run there.
+    """Runs a cast in one event loop; a subclass runs the lives of actors that are placed on threads.
 
     See `System` for the arguments.
     """
@@ -63,10 +63,10 @@ class AsyncioDriver(ActorTable):
         self.slow_handler_seconds = slow_handler_seconds
         self._restarts: WeakSet[asyncio.Task[None]] = WeakSet()
         self._workers: WeakSet[WorkerThread[object]] = WeakSet()
-        """Those that have not ended: their threads keep them."""
+        """The workers that have not ended: a running thread keeps its worker alive."""
         self._running: _Running | None = None
         self._starting = asyncio.Lock()
-        """Held while it is being started."""
+        """Held while the system starts."""
         self._opener: asyncio.Task[object] | None = None
 
     @abstractmethod
@@ -78,7 +78,7 @@ class AsyncioDriver(ActorTable):
 
         Raises:
             ActorCrashed: a constructor raised, or the process of an actor did not start, unless its restart policy
-                has `restarts_at_start`; nothing is left running.
+                has `restarts_at_start`. Everything that was started has ended then.
         """
         assert self._running is None, "a system is started once"
         running = self._running = _Running(asyncio.get_running_loop())
@@ -90,10 +90,10 @@ class AsyncioDriver(ActorTable):
                 started = asyncio.Event()
                 running.host = asyncio.create_task(self._run(running, started), name="cuelight system")
                 await started.wait()
-            except BaseException:  # to its opener it never started, so nobody else will stop it
+            except BaseException:  # the caller has no started system to stop
                 self.is_dropping = True
                 for slot in self._slots.values():
-                    if isinstance(slot.life, RemoteLife):  # nor wait for what its process may be at
+                    if isinstance(slot.life, RemoteLife):  # without waiting for its present handler
                         slot.life.on_stopped()
                         slot.life.end(drop=True)
                 await (self._clean_up(running) if running.host is None else self.stop())
@@ -109,30 +109,30 @@ class AsyncioDriver(ActorTable):
             except ActorCrashed as crash:
                 if crash.message_type or self._closing.is_set() or not slot.part.restart_policy.restarts_at_start:
                     raise
-                # What ended before its first word is over as soon as it is led, and its restart policy decides.
+                # Otherwise the life's task raises the crash again at once, and the restart policy decides.
 
     async def stop(self, *, drop: bool = False, timeout_seconds: float | None = None) -> None:
-        """Stop every actor, sources first, after it has handled what waits for it (with `drop`, without).
+        """Stop every actor, sources first, after it has handled its waiting messages (with `drop`, without).
 
-        Nobody restarts any more. After `timeout_seconds` the rest is dropped, child processes are killed, and threads
-        whose work does not return are left to themselves. Without it, waits as long as the actors need. Harmless when
-        done twice.
+        Restarts are cancelled. After `timeout_seconds` the waiting messages are dropped, child processes are killed,
+        and threads whose work does not return are abandoned; without a timeout, waits as long as the actors need. A
+        second call is harmless.
         """
         host = None if self._running is None else self._running.host
         if host is None:
             if self._slots:
                 self._closing.set()
-            for slot in self._slots.values():  # where it is just being started, that comes to nothing
+            for slot in self._slots.values():  # fails a start in progress
                 self.kill(slot.part.role, "the system was stopped")
             async with self._starting:
                 return
-        if not host.done():  # maybe long ago, in a loop that is closed by now
-            if host.get_loop() is not asyncio.get_running_loop():  # which nobody would wake
+        if not host.done():  # else the host's loop may be closed
+            if host.get_loop() is not asyncio.get_running_loop():  # the events set below would not wake it
                 raise RuntimeError("a system is stopped in the event loop in which it was started")
             self.is_dropping = self.is_dropping or drop
             self._closing.set()
             deadline = None if timeout_seconds is None else self.clock.call_later(timeout_seconds, self._end_grace)
-            with anyio.CancelScope(shield=True):  # a cancelled scope around the system would not let it end
+            with anyio.CancelScope(shield=True):  # a cancelled scope around the system would interrupt the stop
                 await asyncio.wait([host])
             if deadline is not None:
                 deadline.cancel()
@@ -148,34 +148,34 @@ class AsyncioDriver(ActorTable):
         return self
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Stop. Raises ActorCrashed where that ended the system: its body was cancelled then."""
+        """Stop. Raises ActorCrashed where a crash has ended the system and cancelled its body."""
         opener, self._opener = self._opener, None
-        # Whoever else has cancelled the body is to find it cancelled.
+        # A cancellation of the body from elsewhere must propagate.
         is_ours = self.failure is not None and opener is not None and opener.uncancel() == 0
         await self.stop(drop=error is not None)
         if self.failure is not None and (error is None or (is_ours and isinstance(error, asyncio.CancelledError))):
             raise self.failure
 
     def new_worker(self, name: str, post: Callable[[object], None]) -> WorkerThread[object]:
-        """A thread whose results go to `post`; the system ends it."""
+        """Start a worker whose results go to `post`; the system ends it."""
         worker = WorkerThread(f"cuelight {name}", post, asyncio.get_running_loop())
         self._workers.add(worker)
         return worker
 
     def _prepare(self, slot: ActorSlot) -> None:
-        """Asks share their deadlines; messages to an actor that lives elsewhere are made ready at their senders."""
+        """Give a slot the deadlines that all asks share; for a placed actor, have messages encoded at their senders."""
         slot.ref.deadlines = self._require_running().deadlines
         if not isinstance(slot.part.placement, InLoop):
             prepare_mailbox(self, slot)
 
     async def _open_life(self, slot: ActorSlot) -> Life:
-        """Bring a new life into being, wherever it is to be lived."""
+        """Build the actor of a new life, or start the thread or process that builds it. Raises ActorCrashed."""
         if isinstance(slot.part.placement, InLoop):
             return self._build(slot)
         try:
             life = RemoteLife(self, slot, self.run_remote_life)
         except BaseException:
-            slot.life = None  # which is half made: nothing of it has begun
+            slot.life = None  # set by the constructor that raised
             raise
         return await life.open()
 
@@ -183,11 +183,11 @@ class AsyncioDriver(ActorTable):
         slot.task = self._require_running().tasks.create_task(self._run_life(slot), name=f"cuelight {slot.name}")
 
     def _require_running(self) -> _Running:
-        assert self._running is not None, "a system lives from its start on"
+        assert self._running is not None, "the system has not been started"
         return self._running
 
     async def _run(self, running: _Running, started: asyncio.Event) -> None:
-        """The host task: everything the system runs ends before this does."""
+        """Run the lives and end them: the host task, which ends after all other tasks of the system."""
         try:
             async with running.tasks:
                 for slot in self._slots.values():
@@ -208,7 +208,7 @@ class AsyncioDriver(ActorTable):
             await self._clean_up(running)
 
     async def _run_life(self, slot: ActorSlot) -> None:
-        """One life of an actor: the only place that awaits on its behalf."""
+        """Run one life of an actor: the task that awaits for it."""
         crash = None
         try:
             life = slot.life or await self._open_life(slot)
@@ -216,13 +216,13 @@ class AsyncioDriver(ActorTable):
         except ActorCrashed as error:
             crash = error
         except asyncio.CancelledError:
-            self._abort(slot)  # not our doing, and the others cannot go on without this one
+            self._abort(slot)  # cancelled from outside; the others depend on this actor
             raise
         self._end(slot, crash)
-        crash = None  # whose traceback holds this frame, and what the life that is over has held
+        crash = None  # its traceback refers to this frame and to objects of the ended life
 
     async def _deliver_messages(self, slot: ActorSlot, life: Life) -> None:
-        """Deliver messages until the mailbox is closed and empty, or the slot is to be left. Raises ActorCrashed."""
+        """Deliver messages until the mailbox is closed and empty, or a stop is requested. Raises ActorCrashed."""
         actor, mailbox, actor_clock, now = life.actor, slot.mailbox, self.actor_clock, self.clock.now
         tap, slow = self.tap, self.slow_handler_seconds
         take, urgent, ordinary = mailbox.take, mailbox.urgent, mailbox.ordinary
@@ -249,7 +249,7 @@ class AsyncioDriver(ActorTable):
                 raise ActorCrashed(slot.name, type(message).__qualname__, error, message) from error
             finally:
                 actor_clock.acting = ""
-            message = None  # an idle actor keeps nothing alive
+            message = None  # do not keep the last message alive while waiting
             if urgent or ordinary:
                 await asyncio.sleep(0)
             elif mailbox.closed:
@@ -260,13 +260,13 @@ class AsyncioDriver(ActorTable):
         self._call_actor(slot, life.ended_seconds, actor.stopped, "stopped")
 
     def _abort(self, slot: ActorSlot) -> None:
-        """This one can do no more, so all are stopped without handling what waits."""
+        """Stop every actor without handling the waiting messages, because this one has ended for good."""
         self.is_dropping = True
         self._closing.set()
         slot.mailbox.close(drop=True)
 
     def _fail(self, slot: ActorSlot, crash: ActorCrashed) -> None:
-        """Stop everyone, and tell whoever opened the system."""
+        """Stop every actor, and report the crash to the task that opened the system and to `on_failure`."""
         self._abort(slot)
         if self.failure is None:
             self.failure = crash
@@ -280,7 +280,7 @@ class AsyncioDriver(ActorTable):
 
     async def _restart(self, group: Sequence[ActorSlot], delay_seconds: float) -> None:
         for slot in reversed(group):
-            # Twice where a lesser restart is just bringing it back.
+            # Twice where an earlier, smaller restart is just building the actor.
             while slot.restart is group and slot.task is not None and not slot.task.done():
                 if slot.life is not None:
                     slot.life.request_stop()
@@ -289,7 +289,7 @@ class AsyncioDriver(ActorTable):
             over = asyncio.Event()
             exits.callback(self.clock.call_later(delay_seconds, over.set).cancel)
             await over.wait()
-        # Those that no greater restart has taken over meanwhile, and that have not left the cast.
+        # Skip slots that a larger restart has taken over meanwhile, and those that have left the cast.
         for slot in (each for each in group if each.restart is group):
             slot.restart, slot.task = None, asyncio.current_task()
             try:
@@ -300,21 +300,21 @@ class AsyncioDriver(ActorTable):
                 self._begin_life(slot)
 
     def _end_grace(self) -> None:
-        """The time for an orderly stop is over."""
+        """Drop waiting messages and end remote lives at once: the time for an orderly stop has passed."""
         self.is_dropping = True
         self._require_running().grace.cancel()
         for slot in self._slots.values():
             slot.mailbox.close(drop=True)
             if isinstance(slot.life, RemoteLife):
-                slot.life.on_stopped()  # as far as anybody waits for it
-                slot.life.set_exited(RemoteError("it took too long"))
+                slot.life.on_stopped()  # so that its end counts as no crash
+                slot.life.set_exited(RemoteError("it did not stop in time"))
 
     async def _clean_up(self, running: _Running) -> None:
-        """End whatever the lives have left behind."""
+        """End the lives that were cancelled, and the workers."""
         with anyio.CancelScope(shield=True):
             for slot in list(self._slots.values()):
                 slot.mailbox.close(drop=True)
-                if slot.life is not None:  # it was cancelled
+                if slot.life is not None:  # its task was cancelled
                     slot.life.end(drop=self.is_dropping)
                 if isinstance(slot.life, RemoteLife):
                     await asyncio.wait([slot.life.exited])
@@ -322,4 +322,4 @@ class AsyncioDriver(ActorTable):
                 for worker in list(self._workers):
                     await worker.ended()
             for worker in list(self._workers):
-                worker.close(drop=True)  # there was no time for what it still has to do
+                worker.close(drop=True)  # the grace period has passed

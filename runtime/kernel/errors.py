@@ -1,14 +1,14 @@
-"""What can go wrong between actors.
+"""The kernel's errors.
 
 * KernelError
-  - NotAccepted      the sender's mistake: this actor's protocol has no such message
-  - NotSendable      the sender's mistake: what was to cross to a thread or process cannot be encoded
-    - MessageTooLarge  …or is larger than the placement lets pass
-  - MailboxFull      the edge's bound was broken: the protocol lacks back-pressure, or a client must be refused
+  - NotAccepted      a mistake of the sender: the receiver's protocol has no such message
+  - NotSendable      a mistake of the sender: a message to a thread or process cannot be encoded
+    - MessageTooLarge  …or is larger than the placement allows
+  - MailboxFull      the mailbox is full: the protocol lacks back-pressure, or a client must be refused
   - AskTimeout       no answer before the deadline
-  - ActorStopped     asked an actor that has stopped for good
+  - ActorStopped     the asked actor has stopped for good
   - ActorCrashed     a constructor, hook or handler raised, or the actor's process died; the cause is chained
-  - RemoteError      such a cause, where it arose on another thread or in another process
+  - RemoteError      such a cause, raised on another thread or in another process
     - ActorKilled      …where `kill` ended the life
     - ProcessKilled    …where a signal ended the process
 """
@@ -25,7 +25,9 @@ class NotAccepted(KernelError, TypeError):
 
 
 class NotSendable(KernelError, TypeError):
-    """Raised at the sender, or at the start for a `build` that no other process can import."""
+    """Raised at the sender of a message that cannot be encoded, and at the start for a `build` that no other process
+    can import.
+    """
 
 
 class MessageTooLarge(NotSendable):
@@ -33,7 +35,7 @@ class MessageTooLarge(NotSendable):
 
 
 class MailboxFull(KernelError):
-    """Raised at the sender: the receiver's mailbox holds as many messages as it may."""
+    """Raised at the sender: the receiver's mailbox holds `capacity` messages."""
 
 
 class AskTimeout(KernelError, TimeoutError):
@@ -45,15 +47,15 @@ class ActorStopped(KernelError):
 
 
 def describe(error: BaseException) -> str:
-    """Its repr, as text that can be sent and written; of one whose repr fails, its type."""
+    """Return the repr of an error as text that UTF-8 can encode; where the repr fails, the name of its type."""
     try:
         return repr(error).encode("utf-8", "backslashreplace").decode()
     except Exception:
-        return f"<{type(error).__qualname__}, which cannot be shown>"
+        return f"<{type(error).__qualname__}, whose repr failed>"
 
 
 class RemoteError(KernelError):
-    """What an actor raised on another thread or in another process, with its traceback there; or how its life ended."""
+    """An error raised on another thread or in another process, with its traceback there; or how a life there ended."""
 
     def __init__(self, error: str, trace: str = "") -> None:
         super().__init__(error)
@@ -63,7 +65,7 @@ class RemoteError(KernelError):
 
 
 class ActorKilled(RemoteError):
-    """The end of a life by `kill`; `killed_by` is the name of the actor that called it, "" for other code."""
+    """The end of a life by `kill`; `killed_by` is the name of the calling actor, "" for code outside the actors."""
 
     def __init__(self, error: str, killed_by: str = "") -> None:
         super().__init__(error)
@@ -79,11 +81,11 @@ class ProcessKilled(RemoteError):
 
 
 class ActorCrashed(KernelError):
-    """An actor's constructor, hook or handler raised, or the process it lived in died.
+    """An actor's constructor, hook or handler raised, its process died, or it was killed.
 
     `message_type` is the name of the message's type, "construction", "started", "stopped", or "" for a death;
-    `message` the one that was being handled, where there was one and it is known. `cause` is never
-    `ExitCause.STOPPED`, and `killed_by` is as in `Terminated`.
+    `message` is the message that was being handled, or None where that is unknown. `cause` is any `ExitCause` but
+    `STOPPED`, and `killed_by` is as in `Terminated`.
     """
 
     def __init__(self, actor: str, message_type: str, error: BaseException, message: object = None) -> None:

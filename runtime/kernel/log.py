@@ -1,7 +1,7 @@
-"""Logging that stays out of the host's way.
+"""Logging that follows the configuration of the host program.
 
-Where the host program has configured structlog, its configuration is used. Otherwise events go to the standard
-library's logging, which is silent below WARNING until the host asks for more.
+Where the host has configured structlog, events go there. Otherwise they go to the standard library's logging, which is
+silent below WARNING by default.
 """
 
 import logging
@@ -12,9 +12,9 @@ from typing import cast
 
 
 class Logger:
-    """The part of a structlog logger that we use: an event name, then facts as keywords.
+    """The used part of a structlog logger: an event name, then facts as keywords.
 
-    Decides at each event where it goes, since hosts often configure logging after importing us.
+    The destination is determined at each event, since hosts often configure logging after their imports.
     """
 
     def __init__(self, name: str) -> None:
@@ -22,25 +22,25 @@ class Logger:
         self._standard = logging.getLogger(name)
 
     def debug(self, event: str, **facts: object) -> None:
-        """For every step."""
+        """Log an event of which each step may have some."""
         self._log("debug", logging.DEBUG, event, facts)
 
     def info(self, event: str, **facts: object) -> None:
-        """For every request."""
+        """Log an event of which each request may have some."""
         self._log("info", logging.INFO, event, facts)
 
     def warning(self, event: str, **facts: object) -> None:
-        """For what works less well than it could."""
+        """Log a degradation: the program works, less well than it could."""
         self._log("warning", logging.WARNING, event, facts)
 
     def error(self, event: str, **facts: object) -> None:
-        """For what is broken."""
+        """Log a failure."""
         self._log("error", logging.ERROR, event, facts)
 
     def _log(self, method: str, level: int, event: str, facts: dict[str, object]) -> None:
-        """Never raises: an actor does not crash because the host's filter, renderer or log file fails."""
+        """Log an event without raising: an actor must not crash where the host's filter, renderer or log file fails."""
         try:
-            if "structlog" in sys.modules:  # else nobody has configured it, and importing it is slow
+            if "structlog" in sys.modules:  # otherwise it is not configured, and importing it is slow
                 import structlog
 
                 if structlog.is_configured():
@@ -51,10 +51,10 @@ class Logger:
                 text = " ".join(f"{name}={fact!r}" for name, fact in {"event": event, **facts}.items())
                 self._standard.log(level, text, exc_info=error, stacklevel=3)
         except Exception:
-            if logging.raiseExceptions:  # as the standard library's handlers: on standard error, where there is one
+            if logging.raiseExceptions:  # as the standard library's handlers do
                 with suppress(OSError, ValueError):
                     traceback.print_exc()
 
 
 get_logger = Logger
-"""How to get one: its events follow the host's structlog configuration, or else the standard library's logging."""
+"""Return the logger of this name: `get_logger(name)`."""

@@ -1,4 +1,4 @@
-"""What every driver of actors shares: the slots of a cast, their lives, who watches whom, and what the tap sees."""
+"""The table of actors, common to all drivers: slots and lives, watches, restarts, and events for the tap."""
 
 import asyncio
 import random
@@ -24,7 +24,7 @@ log = get_logger("cuelight.kernel")
 
 
 class ActorSlot:
-    """A part's place in the cast, over all of its actor's lives."""
+    """The place of one actor in the cast, for all of the actor's lives."""
 
     def __init__(self, part: ActorSpec[object], mailbox: Mailbox) -> None:
         self.name = part.role.name
@@ -33,32 +33,32 @@ class ActorSlot:
         self.ref: Ref[object] = Ref(self.name, mailbox.put, lambda: mailbox.closed)
         self.lives = 0
         self.crashes: list[float] = []
-        """When, as far back as its restart policy remembers."""
+        """Times of the crashes within the window of the restart policy."""
         self.life: Life | None = None
         self.task: asyncio.Task[None] | None = None
         self.restart: Sequence[ActorSlot] | None = None
-        """Those that restart together, where that is under way and will begin this slot's next life."""
+        """The slots that restart together, while the restart that will begin this slot's next life is under way."""
         self.is_over = False
-        """There will be no other life."""
+        """Whether the last life has ended."""
         self.watchers: dict[str, ActorSlot] = {}
         self.watched: set[ActorSlot] = set()
 
     def notify(self, news: Terminated) -> None:
-        """One whom this one watches has ended."""
+        """Post the end of a watched actor's life to this actor."""
         if not self.mailbox.closed:
             self.mailbox.post(news, news.actor)
 
     def unwatch_all(self) -> None:
-        """Watch nobody any more."""
+        """End all watches of this actor."""
         while self.watched:
             del self.watched.pop().watchers[self.name]
 
 
 class Life:
-    """One life of an actor: its context, and all that must end with it."""
+    """One life of an actor: its context, and the workers and timers that end with it."""
 
     actor: Actor[object]
-    """Where it is lived here, and once it is built."""
+    """The actor, once it is built; missing where it lives on a thread or in a process."""
 
     def __init__(self, table: "ActorTable", slot: ActorSlot) -> None:
         slot.lives += 1
@@ -68,15 +68,15 @@ class Life:
         self.clock = table.actor_clock
         self.find, self.spawn, self.dismiss, self.kill = table.context_methods
         self.seed = table.seed_of(slot)
-        """Of its own source of chance."""
+        """The seed of `chance`."""
         self.seconds = table.clock.now()
-        """When it began."""
+        """The time at which the life began."""
         self.ended_seconds: float | None = None
-        """When it was told to stop, where that is known."""
+        """The time at which `stopped` was called, where that is known."""
         self.is_stop_requested = False
-        """It is to end, whatever waits."""
+        """Whether the life must end without handling the waiting messages."""
         self.crash: ActorCrashed | None = None
-        """What ends it, where that does not come out of its own handler."""
+        """The crash that must end the life, where the actor's own handler does not raise it."""
         self._table = table
         self._slot = slot
         self._workers: list[Worker[object]] = []
@@ -100,7 +100,7 @@ class Life:
         return timer
 
     def _post(self, message: object) -> None:
-        """What this life's threads and timers cause; nothing once it is over."""
+        """Post a message of this life's workers and timers; ignore it once the life has ended."""
         if self._slot.life is self:
             self._slot.mailbox.post(message)
 
@@ -110,17 +110,17 @@ class Life:
         self._table.watch(self._slot, role.name)
 
     def request_stop(self) -> None:
-        """End in order, as soon as the present handler has returned."""
+        """End the life in order as soon as the present handler has returned."""
         self.is_stop_requested = True
         self._slot.mailbox.wake()
 
     def crash_with(self, crash: ActorCrashed) -> None:
-        """End by this crash, unless by an earlier one, as soon as the present handler has returned."""
+        """End the life by this crash, or an earlier one, as soon as the present handler has returned."""
         self.crash = self.crash or crash
         self.request_stop()
 
     def end(self, *, drop: bool) -> None:
-        """Void the timers, and let the workers go (with `drop`, before they have done all their work)."""
+        """Cancel the timers and close the workers (with `drop`, without their queued jobs)."""
         for timer in self._timers or ():
             timer.cancel()
         for worker in self._workers:
@@ -128,77 +128,78 @@ class Life:
 
 
 class ActorTable(ABC):
-    """The slots of a cast, sinks first. A driver decides when a message is delivered; here is what follows from it."""
+    """The slots of a cast, sinks first, and the consequences of their lives' ends. Drivers deliver the messages."""
 
     clock: Clock
     slow_handler_seconds: float
     on_crash: Callable[[ActorCrashed], object]
-    """Told of every crash, before anything follows from it."""
+    """Called with every crash, before its consequences."""
     interrupts: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit)
-    """The whole program is to end. Whatever else an actor raises is its crash."""
+    """Exceptions that end the whole program. Any other exception of an actor is its crash."""
 
     def __init__(self, cast: Sequence[ActorSpec[typing.Never]], chance: random.Random | None, tap: Tap | None) -> None:
-        # Each part's types match within; together they have none in common.
+        # The types match within each spec; the specs have no message type in common.
         self._cast: tuple[ActorSpec[object], ...] = typing.cast(tuple[ActorSpec[object], ...], tuple(cast))
         self._chance = chance or random.Random()
         self._own_tap = tap or (lambda _: None)
         self.tap = self._call_tap if tap is not None else None
         self._slots: dict[str, ActorSlot] = {}
         self.context_methods = self.find, self.spawn, self.dismiss, self.kill
-        """What each life's context offers, made once."""
+        """The bound methods that every context offers, created once."""
         self.actor_clock = ActorClock()
         self._closing = asyncio.Event()
-        """All actors are to end: nobody joins or restarts any more."""
+        """Set when all actors must end: none is spawned or restarted then."""
         self.is_dropping = False
-        """Whether what waits is to be forgotten at the end."""
+        """Whether waiting messages are dropped at the end."""
         self.failure: ActorCrashed | None = None
         """The crash that ended the system."""
 
     @abstractmethod
     def new_worker(self, name: str, post: Callable[[object], None]) -> Worker[object]:
-        """A worker whose results go to `post`."""
+        """Return a new worker whose results go to `post`."""
 
     @abstractmethod
     def _prepare(self, slot: ActorSlot) -> None:
-        """Make messages cross to whoever lives elsewhere. Raises NotSendable."""
+        """Have messages to a slot converted where its actor lives on a thread or in a process. Raises NotSendable."""
 
     @abstractmethod
     def _begin_life(self, slot: ActorSlot) -> None:
-        """Lead a life, and begin it where it has not begun."""
+        """Run the next life of a slot: call `started`, deliver messages, and end it."""
 
     @abstractmethod
     def _begin_restart(self, group: Sequence[ActorSlot], delay_seconds: float) -> None:
-        """End the lives of these, sources first; later begin new ones, sinks first."""
+        """End the lives of a group, sources first; after the delay begin new lives, sinks first."""
 
     @abstractmethod
     def _fail(self, slot: ActorSlot, crash: ActorCrashed) -> None:
         """End the system after a crash that no restart policy covers."""
 
     def statistics(self) -> dict[str, MailboxStatistics]:
-        """Each actor's mailbox, by the role's name."""
+        """Return the figures of each actor's mailbox, by the role's name."""
         return {name: slot.mailbox.statistics() for name, slot in self._slots.items()}
 
     def roles(self) -> list[Role[object]]:
-        """The cast as it is now, sinks first."""
+        """Return the roles of the present cast, sinks first."""
         return [slot.part.role for slot in self._slots.values()]
 
     def find(self, role: Role[M]) -> Ref[M]:
-        """The address of the actor that plays `role`. Raises KeyError for a role outside the cast."""
+        """Return the address of the actor that plays `role`. Raises KeyError for a role outside the cast."""
         if (ref := self.find_by_name(role.name)) is None:
             there = ", ".join(self._slots) or "none"
             raise KeyError(f"no actor {role.name!r} is in the cast that runs; there are {there}")
         return ref
 
     def find_by_name(self, name: str) -> Ref[object] | None:
-        """The address of the actor of this name, if there is one."""
+        """Return the address of the actor of this name, or None."""
         return self._slots[name].ref if name in self._slots else None
 
     def spawn(self, part: ActorSpec[M]) -> Ref[M]:
         """Add an actor at the source's end of the running cast, and return its address.
 
         Raises:
-            ActorCrashed: its constructor raised; nothing is added. Where it lives elsewhere, that is a crash later.
-            NotSendable: it cannot live where it should.
+            ActorCrashed: the constructor raised; no actor is added. On a thread or in a process, the constructor runs
+                later, and its error is a crash of the added actor.
+            NotSendable: the actor cannot be placed there: `build` cannot be imported, or an annotation not resolved.
         """
         slot = self._add_slot(typing.cast(ActorSpec[object], part))
         if self._closing.is_set():
@@ -218,31 +219,34 @@ class ActorTable(ABC):
         return slot.ref
 
     def dismiss(self, role: Role[typing.Never], *, drop: bool = False) -> None:
-        """Stop one actor, once it has handled what waits for it (with `drop`, before); its role is free again then.
+        """Stop an actor once it has handled its waiting messages (with `drop`, without); its role is free again then.
 
         Raises KeyError for a role outside the cast.
         """
         slot = self._slots[role.name]
         slot.mailbox.close(drop=drop)
-        if slot.life is None and slot.restart is not None:  # it was waiting for its next life, and so do they
+        if slot.life is None and slot.restart is not None:  # no life remains whose end would notify the watchers
             self._notify_watchers(slot, None, is_restarting=False)
             self._remove(slot)
 
     def kill(self, role: Role[typing.Never], reason: str) -> None:
-        """End an actor's present life as a crash, "it was killed: `reason`"; its restart policy decides what follows.
+        """End an actor's present life as a crash, "it was killed: `reason`"; the restart policy applies.
 
-        The process that it lives in is killed at once, and any other actor ends when its handler returns. Harmless
-        where no life is lived now.
+        An actor's process is killed at once; any other actor ends when its handler returns. Harmless where the actor
+        has no life at present.
         """
         self.kill_for(self.actor_clock.acting, role, reason)
 
     def kill_for(self, killed_by: str, role: Role[typing.Never], reason: str) -> None:
-        """Kill an actor as `kill` does, on behalf of the actor `killed_by`, or of code outside the actors where ""."""
+        """Kill an actor as `kill` does; `killed_by` names the calling actor, or is "" for code outside the actors."""
         if role.name in self._slots and (life := self._slots[role.name].life) is not None:
             life.crash_with(ActorCrashed(role.name, "", ActorKilled(f"it was killed: {reason}", killed_by)))
 
     def watch(self, watcher: ActorSlot, name: str) -> None:
-        """From now on `watcher` hears of the end of each life of the actor of this name."""
+        """Notify `watcher` of the end of each life of the actor of this name; at once if it has stopped.
+
+        Raises KeyError for a name outside the cast.
+        """
         slot = self._slots[name]
         slot.watchers[watcher.name] = watcher
         watcher.watched.add(slot)
@@ -251,7 +255,7 @@ class ActorTable(ABC):
 
     def _add_slot(self, part: ActorSpec[object]) -> ActorSlot:
         name = part.role.name
-        assert name not in self._slots, f"two parts play {name!r}"
+        assert name not in self._slots, f"two actor specs have the role {name!r}"
         slot = self._slots[name] = ActorSlot(part, self._new_mailbox(part))
         return slot
 
@@ -259,16 +263,16 @@ class ActorTable(ABC):
         return Mailbox(part.role, self.clock, self.actor_clock)
 
     def seed_of(self, slot: ActorSlot) -> int:
-        """A seed for the chance of a new life."""
+        """Return the seed of a new life's random number generator."""
         return self._chance.getrandbits(64)
 
     def _build(self, slot: ActorSlot) -> Life:
-        """The slot's actor, for a new life. Raises ActorCrashed."""
+        """Begin a new life and build its actor. Raises ActorCrashed."""
         life = Life(self, slot)
 
         def build() -> Actor[object]:
             actor: object = slot.part.build(life)
-            if not isinstance(actor, Actor):  # a `return` that was forgotten, for one
+            if not isinstance(actor, Actor):  # such as None, where `build` lacks its `return`
                 raise TypeError(f"the build of {slot.name!r} must return an actor, not {actor!r}")
             return actor
 
@@ -276,7 +280,7 @@ class ActorTable(ABC):
         return life
 
     def _call_actor(self, slot: ActorSlot, seconds: float, act: Callable[[], M], name: str) -> M:
-        """Let an actor do what is called this, at this moment. Raises ActorCrashed."""
+        """Call `act` as this actor, with its clock at `seconds`. Raises ActorCrashed with `name` as message type."""
         outer = self.actor_clock.acting, self.actor_clock.seconds
         self.actor_clock.acting, self.actor_clock.seconds = slot.name, seconds
         try:
@@ -289,12 +293,12 @@ class ActorTable(ABC):
             self.actor_clock.acting, self.actor_clock.seconds = outer
 
     def _end(self, slot: ActorSlot, crash: ActorCrashed | None) -> None:
-        """A life is over: tell those who watch, and let supervision decide what follows a crash."""
+        """End a life: report its end, apply the restart policy after a crash, and notify the watchers."""
         life, slot.life = slot.life, None
         assert life is not None, "a life ends once"
         life.end(drop=self.is_dropping or crash is not None or life.is_stop_requested)
-        life.crash = None  # whose traceback holds this life
-        vars(life).pop("actor", None)  # at once: what it has may be large, and the life and its workers know each other
+        life.crash = None  # its traceback refers to this life
+        vars(life).pop("actor", None)  # frees the actor now: the life and its workers are a cycle of references
         now = self.clock.now()
         self._report_end(slot, crash, now if life.ended_seconds is None else life.ended_seconds)
         if crash is not None:
@@ -312,7 +316,7 @@ class ActorTable(ABC):
         delay_seconds = restart_delay(restart_policy, slot.crashes, now, self._chance)
         if delay_seconds is None:
             self._fail(slot, crash)
-        elif not slot.mailbox.closed and not self._closing.is_set():  # else it was about to stop
+        elif not slot.mailbox.closed and not self._closing.is_set():  # else the actor was about to stop
             sources = cast[cast.index(slot) :]
             groups = {Strategy.ONE_FOR_ONE: [slot], Strategy.REST_FOR_ONE: sources, Strategy.ONE_FOR_ALL: cast}
             for each in (group := groups[restart_policy.strategy]):
@@ -320,7 +324,7 @@ class ActorTable(ABC):
             self._begin_restart(group, delay_seconds)
 
     def _report_end(self, slot: ActorSlot, crash: ActorCrashed | None, seconds: float) -> None:
-        """Let the tap see the end of a life."""
+        """Pass the end of a life to the tap."""
         if self.tap is None:
             return
         if crash is None:
@@ -336,7 +340,7 @@ class ActorTable(ABC):
             watcher.notify(news)
 
     def _remove(self, slot: ActorSlot) -> None:
-        """A dismissed actor's role is free again."""
+        """Take a slot out of the cast, so that its role is free again."""
         slot.is_over, slot.restart = True, None
         for watcher in slot.watchers.values():
             watcher.watched.discard(slot)
@@ -344,14 +348,14 @@ class ActorTable(ABC):
         del self._slots[slot.name]
 
     def report_slow(self, actor: str, message_type: str, seconds: float) -> None:
-        """A handler has kept its event loop from everything else for that long."""
+        """Log a handler that has blocked its event loop for `seconds`."""
         log.warning("slow_handler", actor=actor, message_type=message_type, seconds=round(seconds, 3))
 
     def _report_crash(self, crash: ActorCrashed) -> None:
         log.error("actor_crashed", actor=crash.actor, message_type=crash.message_type, exc_info=crash.__cause__)
 
     def _call_tap(self, event: Event) -> None:
-        """Keep the tap from doing the actors harm: an error of its own is logged once, and then it sees no more."""
+        """Call the tap. An error that it raises is logged, and the tap is not called again."""
         try:
             self._own_tap(event)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The clients of a simulated run: drawn requests, and the check of what each of them received."""
+"""The clients of a simulated run: drawn requests, and the check of the messages that each client received."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cuelight.stream import Inbox
 
 @dataclass(frozen=True)
 class AllowedOutcomes:
-    """The facts of a run that decide which outcomes of a request are allowed."""
+    """The facts of a run that determine which outcomes of a request are allowed."""
 
     token_limit: int
     failed_steps: int
@@ -28,12 +28,12 @@ class AllowedOutcomes:
     executor_deaths: int
     """Executors that died; three deaths may fail a request."""
     is_calm: bool
-    """Whether no actor crashed: then no message is sent twice, even where a client would ignore the second one."""
+    """Whether no actor crashed. Then no message may arrive twice, not even one that the inbox would ignore."""
     poison: RequestId | None
 
 
 class SimulatedClient:
-    """A client that sends one drawn request, and sends it again on demand, through the inbox of the library."""
+    """A client with one drawn request, which it can send again, and with the library's own inbox."""
 
     def __init__(self, request_id: RequestId, rng: random.Random, now: Callable[[], float]) -> None:
         self.request_id = request_id
@@ -49,7 +49,7 @@ class SimulatedClient:
         self._received_after_end = 0
 
     def tell(self, message: ClientMessage, /) -> None:
-        """Keep the message, and pass it to the inbox."""
+        """Store the message, and pass it to the inbox."""
         if self.end is None:
             self._received.append(message)
         else:
@@ -57,27 +57,27 @@ class SimulatedClient:
         self._inbox.tell(message)
 
     def become_sample_of(self, first: SimulatedClient) -> None:
-        """Ask for another sample of the prompt of `first`."""
+        """Make the request another sample of the prompt of `first`."""
         self._prompt, self._service, self._sample_of = first._prompt, first._service, first.request_id
 
     def submit(self) -> Submit:
-        """The request."""
+        """Return the request."""
         return Submit(self.request_id, self._prompt, self._sampling, self, self._service, self._sample_of)
 
     def submit_again(self) -> Submit | None:
-        """The request, if it was sent and has not ended."""
+        """Return the request with its output so far, or None unless it was sent and has not ended."""
         if not self.is_sent or self.end is not None:
             return None
         inbox = self._inbox
         return msgspec.structs.replace(self.submit(), is_accepted=inbox.is_accepted, output=tuple(inbox.token_ids))
 
     def cancel(self) -> Cancel:
-        """The client leaves."""
+        """Return the cancellation of the request."""
         return Cancel(self.request_id)
 
     @property
     def end(self) -> End | Rejected | None:
-        """The one message after which nothing comes."""
+        """The last message of the request, or None before it."""
         if self._inbox.ended_at is None:
             return None
         last = self._received[-1]
@@ -85,18 +85,18 @@ class SimulatedClient:
         return last
 
     def check(self, allowed: AllowedOutcomes) -> None:
-        """Assert that the client received what the request alone would give, as far as `allowed` says."""
+        """Assert that the client received the output of the request served alone, or an outcome in `allowed`."""
         who = f"request {self.request_id}"
         heard, end = self._received, self.end
-        assert all(message.request_id == self.request_id for message in heard), f"{who} hears of another"
+        assert all(message.request_id == self.request_id for message in heard), f"{who} receives another's message"
         assert end is not None, f"{who} never ends"
         if allowed.is_calm:
             assert not self._received_after_end, f"{who} ends twice"
             assert not any(isinstance(message, Accepted) for message in heard[1:]), f"{who} is accepted twice"
             self._check_positions()
         if isinstance(end, Rejected):
-            assert not any(isinstance(message, Chunk) for message in heard), f"{who} is refused after all"
-            assert self._is_fair(end.refusal, allowed), f"{who} is refused: {end}"
+            assert not any(isinstance(message, Chunk) for message in heard), f"{who} is refused after a chunk"
+            assert self._is_fair(end.refusal, allowed), f"{who} is refused without cause: {end}"
             return
         prompt = encode(self._prompt)
         assert heard[0] == Accepted(self.request_id, len(prompt)), f"{who} begins with {heard[0]}"
@@ -106,17 +106,17 @@ class SimulatedClient:
         who = f"request {self.request_id}"
         tokens, text = self._inbox.token_ids, "".join(self._inbox.texts)
         expected, expected_text, reason = expected_output(prompt, self._sampling, allowed.token_limit)
-        assert tokens == expected[: len(tokens)], f"{who} gets {tokens}, where {expected} is right"
-        assert decode(tokens).startswith(text), f"{who} reads {text!r}, which {tokens} do not say"
+        assert tokens == expected[: len(tokens)], f"{who} gets {tokens} instead of {expected}"
+        assert decode(tokens).startswith(text), f"{who} gets the text {text!r}, which {tokens} do not decode to"
         is_poison = self.request_id == allowed.poison
         if end.reason is FinishReason.CANCELLED:
-            assert self.has_left, f"{who} is cancelled by nobody"
+            assert self.has_left, f"{who} is cancelled, but its client has not left"
         elif end.reason is FinishReason.FAILED:
             self._check_failure(end, allowed, is_poison=is_poison)
         else:
-            assert not is_poison, f"{who} is poison, and ends well"
+            assert not is_poison, f"{who} is poisonous, but does not fail"
             assert (tokens, text, end.reason) == (expected, expected_text, reason), (
-                f"{who} ends for {end.reason} with {text!r}, and not for {reason} with {expected_text!r}"
+                f"{who} ends for {end.reason} with {text!r} instead of for {reason} with {expected_text!r}"
             )
             assert end.usage.output_tokens == len(tokens), f"{who} is charged for {end.usage}"
             assert end.usage.prompt_tokens == len(prompt), f"{who} is charged for {end.usage}"
@@ -133,7 +133,7 @@ class SimulatedClient:
         count = 0
         for message in self._received:
             if isinstance(message, Chunk):
-                assert message.position == count, f"request {self.request_id} gets {message} as {count}th"
+                assert message.position == count, f"request {self.request_id} gets {message} at position {count}"
                 count += len(message.token_ids)
 
     def _is_fair(self, refusal: Refusal, allowed: AllowedOutcomes) -> bool:
@@ -154,7 +154,10 @@ def expected_output(
     next_token: Callable[[Sequence[int]], int] = next_token,
     end_tokens: Collection[int] = (END_TOKEN,),
 ) -> tuple[list[int], str, FinishReason]:
-    """Return tokens, text and end of a request served alone: the slow, obvious path. One stop string at most."""
+    """Return the tokens, text and finish reason of a request served alone, computed the slow, obvious way.
+
+    Supports at most one stop string.
+    """
     tokens: list[int] = []
     limit = min(sampling.max_tokens, token_limit - len(prompt))
     while True:
@@ -175,7 +178,7 @@ _BEGINNINGS: Final = ("", "a bad cafe faced", "a bad cafe faced a bee and fed a 
 
 
 def _draw_prompt(rng: random.Random) -> Prompt:
-    """Often with a beginning that others have too; rarely empty, or long."""
+    """Draw a prompt: often with a prefix that others share, rarely empty or long."""
     length = rng.choice((0, 3, 10, 30, 30, 30, 420 if rng.random() < 0.2 else 5))
     letters = bytes(islice(iter(lambda: rng.choice(ALPHABET), None), length))
     text = rng.choice(_BEGINNINGS) + letters.decode()

@@ -1,7 +1,7 @@
-"""The engine's own actors under the seeded simulator, all five or some of them beside stand-ins for the others.
+"""The engine's own actors under the seeded simulator: all five, or some of them beside stand-ins for the others.
 
 `cuelight simulate`, the property tests and the benchmarks in virtual time all drive engines through this module. A
-`SimulatedEngine` draws everything from one seed and raises the first crash that no fault explains.
+`SimulatedEngine` draws everything from one seed and raises the first crash that no injected fault caused.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ RESTARTS_MAX: Final = 100_000
 """Restarts of any actor: more than any simulation needs."""
 
 EXPECTED_CRASHES: Final = (SimulatedCrash, DeviceLost)
-"""Exceptions that faults raise. Any other exception of an actor is a bug, although the actor recovers from it."""
+"""Exceptions that faults raise. Any other exception of an actor is a bug, also where the actor recovers from it."""
 
 Build: TypeAlias = Callable[[Context[object]], Actor[Never]]
-"""Makes a stand-in for one of the engine's actors, at the start and at each restart."""
+"""Builds a stand-in for one of the engine's actors, at the start and at each restart."""
 
 
 class Wrap(Protocol):
-    """Puts an actor inside another one, or returns it as it is."""
+    """Wraps an actor in another one, or returns the actor unchanged."""
 
     def __call__(self, actor: Actor[M], name: str, /) -> Actor[M]: ...
 
 
 def unwrapped(actor: Actor[M], _name: str, /) -> Actor[M]:
-    """Return the actor as it is."""
+    """Return the actor unchanged."""
     return actor
 
 
@@ -79,11 +79,11 @@ class SimulatedEngine:
     """One engine whose every delivery, job and timer is drawn from a seed.
 
     Args:
-        seed: all chance comes from it.
+        seed: determines every draw.
         config: the options of the engine.
-        observer: the address of the engine's figures and events.
+        observer: the address that receives the engine's figures and events.
         parts: the parts that the actors are built from; those of the stub model by default.
-        stand_ins: makes, by name, the actors that are not the engine's own.
+        stand_ins: by name, the builds of the actors that are not the engine's own.
         wrap: applied to every actor whenever it is built.
         faults: crashes, kills and delays at any message; none by default.
         tap: receives every event of the simulation.
@@ -135,7 +135,7 @@ class SimulatedEngine:
         return self.simulation.find(role)
 
     def role(self, name: str) -> Role[Never]:
-        """Return the role of an actor by name; the executor's is that of the executor that serves now."""
+        """Return the role of an actor by name; "executor" is the executor that serves at present."""
         if name == "executor":
             return self.active.role
         role: Role[Never] = getattr(self.roles, name)
@@ -152,13 +152,13 @@ class SimulatedEngine:
         self.simulation.spawn(_restarting(_rebuilt(spec, build, self._noted)))
 
     def step(self) -> bool:
-        """Let one thing happen; return False where nothing can. Raises the bug that crashes an actor."""
+        """Take one step; return False where none is possible. Raises the bug that crashes an actor."""
         return self.simulation.step()
 
     def run(self, *, steps_max: int, until_seconds: float | None = None) -> None:
-        """Let everything happen, until `until_seconds` if that is given.
+        """Take steps until none is possible; with `until_seconds`, until none is possible by that time.
 
-        Raises SimulationError where there is no rest within `steps_max` steps, and the bug that crashes an actor.
+        Raises SimulationError when more steps are possible after `steps_max`, and the bug that crashes an actor.
         """
         if until_seconds is None:
             self.simulation.run(steps_max=steps_max)
@@ -176,13 +176,13 @@ class SimulatedEngine:
             clock.jump()
 
     def check_at_rest(self) -> None:
-        """Assert that no message waits and that no actor knows of a request any more."""
+        """Assert that no message waits and that no actor has a request left."""
         lengths = {name: figures.length for name, figures in self.simulation.statistics().items() if figures.length}
         assert not lengths, f"messages wait at rest: {lengths}"
         for name in ("intake", "scheduler", "detokenizer"):
             if name not in self._stand_ins:
                 remembered = getattr(self.actors[name], "request_count", None)
-                assert remembered == 0, f"{name} knows of {remembered} requests at rest"
+                assert remembered == 0, f"{name} has {remembered} requests at rest"
 
     def _noted(self, actor: Actor[M], name: str, /) -> Actor[M]:
         self.actors[name] = actor
@@ -212,7 +212,7 @@ class LatestFigures:
         self.blocks = BlockFigures()
 
     def tell(self, message: ObserverMessage, /) -> None:
-        """Keep the message if it has figures."""
+        """Store the message if it has figures."""
         if isinstance(message, RequestFigures):
             self.requests = message
         elif isinstance(message, BlockFigures):
@@ -225,7 +225,7 @@ class LatestFigures:
 
 
 class IntakeStandIn(Actor[IntakeMessage]):
-    """An intake that knows of no request: passes every message to `receive` and answers a scheduler that starts."""
+    """An intake without requests: passes every message to `receive` and answers a scheduler that starts."""
 
     def __init__(self, to_scheduler: Address[RestoreState], receive: Callable[[IntakeMessage], None]) -> None:
         self.answers = True

@@ -1,4 +1,4 @@
-"""The executor of a simulated run: over a device without weights, with failures, deaths and hangs by a `FaultPlan`."""
+"""The executor of a simulated run: a device without weights, and the failures, deaths and hangs of a `FaultPlan`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POISON_EFFECTS: Final = ("loses the device", "has its process killed", "hangs")
 
 @dataclass
 class FaultPlan:
-    """The faults of the executor, beside those of the simulation: their rates, and how many there have been."""
+    """The rates and the counts of the executor's faults; those of the simulation are in `Faults`."""
 
     rng: random.Random
     step_failure_rate: float = 0.0
@@ -44,14 +44,14 @@ class FaultPlan:
     save_death_rate: float = 0.0
     """Fraction of steps with saved blocks after which the executor dies: before the copies, or before its answer."""
     step_tokens_max: int | None = None
-    """Tokens of a step that fit in the device's memory; None is any number."""
+    """Tokens of a step that fit in the device's memory; None is no limit."""
     is_started: bool = False
     poison: RequestId | None = None
     poison_effect: str = POISON_EFFECTS[0]
     failed_steps: int = 0
     hang_count: int = 0
     device_errors: list[str] = field(default_factory=list)
-    """Exceptions of the stub device itself: bugs, which the executor answers as any failed step."""
+    """Exceptions of the stub device itself: bugs, which the executor reports like any failed step."""
 
     def draws(self, rate: float) -> bool:
         """Return whether a fault of this rate happens now."""
@@ -63,7 +63,7 @@ class FaultPlan:
 
 
 def next_token(token_ids: Sequence[int]) -> int:
-    """A letter or, less often, the end: a pure function of all tokens before it."""
+    """Return a letter or, less often, the end token: a pure function of all tokens before."""
     number = hashed_token(token_ids, 4 * len(ALPHABET))
     return END_TOKEN if number == 0 else ALPHABET[number % len(ALPHABET)]
 
@@ -89,7 +89,7 @@ def _load(config: EngineConfig, plan: FaultPlan, memory: SurvivingMemory) -> Dev
 
 
 class SurvivingMemory:
-    """Host memory that outlives the executors of a role, except sometimes, and except blocks that were being saved."""
+    """Host memory that survives the executors of a role, except by chance, and except blocks that were being saved."""
 
     def __init__(self, config: EngineConfig, rng: random.Random) -> None:
         self._rng = rng
@@ -101,7 +101,7 @@ class SurvivingMemory:
         """Copies that no answer has confirmed: the step they belong to, their slots, and the contents before."""
 
     def inherit(self) -> None:
-        """Pass the memory on to the next executor: draw what has become of the unconfirmed copies."""
+        """Pass the memory on to the next executor: draw the contents that the unconfirmed copies have left."""
         if not self.number or self._rng.random() < 0.1:
             self.number = self._rng.getrandbits(40) + 1
             self.contents[:] = [None] * len(self.contents)
@@ -118,7 +118,7 @@ class SurvivingMemory:
             self._saving.append((len(self._runs) + 1, place, self.contents[place]))
 
     def run(self, step: ExecuteStep) -> None:
-        """Note that a step runs, before which all its copies are made."""
+        """Note that a step runs, after all its copies."""
         self._runs[step.epoch, step.step] = len(self._runs) + 1
 
     def answered(self, done: StepDone) -> None:
@@ -129,7 +129,7 @@ class SurvivingMemory:
 
 @dataclass(frozen=True)
 class _AnswerTap:
-    """The address of a step's answer, which the memory sees first."""
+    """The `reply_to` of a step: passes the answer to the host memory first."""
 
     to: Address[StepDone | StepFailed]
     memory: SurvivingMemory
@@ -141,7 +141,7 @@ class _AnswerTap:
 
 
 class FaultyExecutor(Executor[StubBatch]):
-    """An executor that hangs or is killed at a step, as its plan says."""
+    """An executor that hangs or is killed at a step, according to its plan."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class FaultyExecutor(Executor[StubBatch]):
         self._dies_in: int | None = None
 
     def handle(self, message: ExecutorInbox) -> None:
-        """As an executor, unless it hangs."""
+        """Handle a message as an executor does, unless a drawn fault hangs or kills it."""
         plan = self._plan
         if isinstance(message, ExecuteStep) and not self._hangs and message.life == self._life:
             if plan.poison_effect == "has its process killed" and plan.holds_poison(message):
@@ -179,7 +179,7 @@ class FaultyExecutor(Executor[StubBatch]):
 
 
 class FaultyDevice(StubDevice):
-    """A stub whose steps sometimes raise, before they have done their work or after."""
+    """A stub device whose steps sometimes raise, before or after their work."""
 
     def __init__(self, config: EngineConfig, plan: FaultPlan, memory: SurvivingMemory) -> None:
         assert config.block_count is not None
@@ -191,7 +191,7 @@ class FaultyDevice(StubDevice):
         self._is_lost = False
 
     def run(self, batch: StubBatch) -> StepDone:
-        """As a stub's, unless it fails; once lost, it stays so."""
+        """Run a step as the stub does, unless a drawn fault raises. A lost device stays lost."""
         plan = self._plan
         is_poison = plan.poison_effect == "loses the device" and plan.holds_poison(batch.step)
         self._is_lost = self._is_lost or is_poison or plan.draws(plan.device_loss_rate)
@@ -213,7 +213,7 @@ class FaultyDevice(StubDevice):
         return done
 
     def copy(self, copies: BlockCopies) -> None:
-        """As a stub's, unless it fails, and then nobody knows what is in the blocks."""
+        """Copy blocks as the stub does; raise if drawn, then the contents of the target blocks are undefined."""
         self._check_found()
         if copies.copying is CopyKind.SAVE:
             self._memory.save(copies.targets)
@@ -238,7 +238,7 @@ ACTORS: Final = ("detokenizer", "executor", "cache", "scheduler", "intake")
 
 
 def draw_config(rng: random.Random) -> EngineConfig:
-    """Draw the options of a small engine, where everything happens sooner."""
+    """Draw the options of a small engine, which reaches its limits soon."""
     config = EngineConfig(
         token_budget=rng.choice((3, 16, 64, 512)),
         running_max=rng.choice((1, 3, 16)),
@@ -257,12 +257,12 @@ def draw_config(rng: random.Random) -> EngineConfig:
 
 
 def with_tight_pool(config: EngineConfig) -> EngineConfig:
-    """Return the options with a pool so small that blocks move to host memory and back all the time."""
+    """Return the options with a pool so small that blocks are saved to and loaded from host memory all the time."""
     return replace(config, running_max=16, block_size=4, block_count=16, host_block_count=64)
 
 
 def draw_fault_plan(rng: random.Random, config: EngineConfig, request_count: int) -> FaultPlan:
-    """Draw the executor's faults; hangs only in a process, which can be killed."""
+    """Draw the executor's faults; only an executor in a process, which can be killed, hangs."""
     plan = FaultPlan(rng, step_failure_rate=rng.choice((0.0, 0.0, 0.05, 0.3)))
     if rng.random() < 0.3:
         plan.device_loss_rate = rng.choice((0.01, 0.1))
@@ -291,7 +291,7 @@ def draw_message_faults(rng: random.Random) -> Faults:
 
 
 def draw_kills(rng: random.Random) -> dict[int, str]:
-    """Draw the actors to kill, by delivery: often in a row, so that one dies while another restarts."""
+    """Draw the actors to kill, by the number of a delivery: often in a row, so that one dies while another restarts."""
     kills: dict[int, str] = {}
     for _ in range(rng.choice((0, 0, 1, 3, 8))):
         delivery = int(rng.random() * rng.choice((30, 300, 3000)))

@@ -1,4 +1,4 @@
-"""Reloads in a simulated run: executors that take over from the one that serves, as a reload of the engine has it."""
+"""Reloads in a simulated run: new executors take over from the serving one, as in a reload of the engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SimulatedReloads:
         self.resend()
 
     def resend(self) -> None:
-        """Send the pending switch to the scheduler again, which may be new."""
+        """Send the pending switch to the scheduler again, since a restarted scheduler does not have it."""
         if self._pending is not None:
             self._engine.find(self._engine.roles.scheduler).tell(self._pending)
 
@@ -74,7 +74,7 @@ class SimulatedReloads:
             self._simulation.dismiss(role, drop=True)
 
     def check(self) -> None:
-        """Assert that no switch is pending and that one executor is left, the one that serves."""
-        assert self._pending is None, f"no outcome came of {self._pending}"
+        """Assert that no switch is pending and that the serving executor is the only one left."""
+        assert self._pending is None, f"no outcome was received for {self._pending}"
         executors = [name for name in self._simulation.statistics() if name in self._engine.executor_names]
-        assert executors == [self._active.role.name], f"there are {executors}, and {self._active.role.name} serves"
+        assert executors == [self._active.role.name], f"{executors} are left, but {self._active.role.name} serves"

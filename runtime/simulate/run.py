@@ -1,7 +1,7 @@
-"""One simulated run of the engine's own actors over an executor without weights, drawn from a seed.
+"""One simulated run of the engine's own actors with an executor without weights, drawn from a seed.
 
-Actors crash, and the executor's process is killed, hangs and loses its device. The run is checked from outside: by
-what its clients received, and by what is left at rest.
+Actors crash, and the executor's process is killed, hangs and loses its device. The run is checked from outside: by the
+messages that its clients received, and by the requests, blocks and messages that are left at rest.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class RunTotals:
     """Lives of all actors that a crash or a kill ended."""
     hangs: int = 0
     changes: int = 0
-    """Executors that have taken over from another one that was alive."""
+    """Executors that have taken over from another one in a reload."""
     poisoned: int = 0
     """Poisonous requests that failed."""
 
     def row(self) -> str:
-        """The figures, in columns as wide as those of `HEADER`."""
+        """Return the figures, in columns as wide as those of `HEADER`."""
         return "".join(f"{getattr(self, field.name):>11,}" for field in fields(self)) + "\n"
 
     def count(self, client: SimulatedClient, poison: RequestId | None) -> None:
@@ -89,7 +89,7 @@ class RunTotals:
 
 
 def run_seed(seed: int, request_count: int, total: RunTotals) -> None:
-    """Run and check the engine of one seed. Raises AssertionError where a promise is broken."""
+    """Run and check the engine of one seed. Raises AssertionError where a check fails."""
     SimulatedRun(seed, request_count).run(total)
 
 
@@ -141,7 +141,7 @@ class SimulatedRun:
         total.changes += self._reloads.switch_count
 
     def _executor_build(self, executor_id: ExecutorId) -> Build:
-        """Return the build of an executor, whose lives share one piece of host memory."""
+        """Return the build of an executor; all its lives share one piece of host memory."""
         memory = SurvivingMemory(self._config, self._plan.rng)
         return partial(
             build_faulty_executor, self._config, self._plan, memory, roles(self._config).scheduler, executor_id
@@ -181,7 +181,7 @@ class SimulatedRun:
             self._engine.find(self._engine.roles.intake).tell(client.cancel())
 
     def _send_again(self) -> None:
-        """Intake is new: what has not ended it is told, as soon as it has said that it serves."""
+        """Send all requests that have not ended to the new intake, which has just reported `Ready`."""
         self._engine.simulation.at(self._engine.now(), self._send_all)
 
     def _send_all(self) -> None:
@@ -215,7 +215,7 @@ class RunObserver(LatestFigures):
         self._is_ready = False
 
     def tell(self, message: ObserverMessage, /) -> None:
-        """Keep figures; call back when intake is ready."""
+        """Store figures; call back when intake is ready."""
         match message:
             case RequestFigures() | BlockFigures():
                 super().tell(message)
@@ -224,12 +224,12 @@ class RunObserver(LatestFigures):
                 self._on_new_intake()
             case Loading() | Loaded() | Recovering() | Recovered():
                 pass
-            case LoadFailed():  # which only matters at the start, where loading always succeeds
-                assert self._is_ready, "the executor cannot be started"
+            case LoadFailed():  # drawn only after the start
+                assert self._is_ready, "loading failed at the start"
             case _:
                 raise AssertionError(f"there is no executor: {message}")
 
     def check_at_rest(self) -> None:
         """Assert that intake was ready, that no request is live and that every block is free."""
-        assert self._is_ready, "intake never said that it serves"
+        assert self._is_ready, "intake never reported Ready"
         super().check_at_rest()

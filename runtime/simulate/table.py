@@ -1,4 +1,4 @@
-"""The table of `cuelight simulate`: histories of the engine's actors, one for each seed, until one breaks a promise."""
+"""The table of `cuelight simulate`: histories of the engine's actors, one for each seed, until a check fails."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cuelight.kernel.simulation.simulator import SimulationError, for_each_seed
 from cuelight.simulate.run import RunTotals, run_seed
 
 ROW_SEEDS: Final = 100
-"""A row of figures is written each time so many more seeds are done."""
+"""Seeds after which the table gets another row of figures."""
 HEADER: Final = "".join(f"{field.name:>11}" for field in fields(RunTotals)) + "\n"
 
 
 def simulate(seeds: Iterable[int], requests: int, write: Callable[[str], object] | None = None) -> int:
-    """Run and check one history for each seed, with this many requests; returns the exit status.
+    """Run and check one history for each seed, with this many requests, and return the exit status.
 
-    Writes a table, to standard output by default; at the first history that fails its check, its seed and why.
+    Writes a table, to standard output by default; at the first history that fails a check, its seed and the failure.
     """
     write = write or sys.stdout.write
     total = RunTotals()
@@ -43,13 +43,13 @@ def simulate(seeds: Iterable[int], requests: int, write: Callable[[str], object]
     if total.seeds % ROW_SEEDS:
         write(total.row())
     rate = total.seeds / (time.perf_counter() - began)
-    write(f"{total.seeds:,} histories kept every promise, {rate:,.0f} a second.\n")
+    write(f"{total.seeds:,} histories passed every check, {rate:,.0f} a second.\n")
     return 0
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Failures are wanted here, so nobody needs to read of each."""
+    """Silence the engine's log, in which each injected fault is an event."""
     logger = logging.getLogger("cuelight")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

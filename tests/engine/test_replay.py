@@ -610,7 +610,7 @@ def test_an_actor_outside_the_loop_is_not_replayed(recording: Path) -> None:
 
 
 def test_a_journal_without_this_actor(recording: Path) -> None:
-    with pytest.raises(JournalError, match="knows no actor 'cat'"):
+    with pytest.raises(JournalError, match="has no actor 'cat'"):
         replay(read_journal(recording), ActorSpec(Role("cat", Roll, capacity=1), Dice))
 
 

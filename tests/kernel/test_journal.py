@@ -176,7 +176,7 @@ def test_what_the_program_says_about_itself_comes_back(path: Path, about: dict[s
 
 
 def test_what_msgpack_has_no_room_for_cannot_be_said_about_oneself(path: Path) -> None:
-    with pytest.raises(JournalError, match="about itself"):
+    with pytest.raises(JournalError, match="`about` cannot be encoded"):
         Journal(path, about={"a": object()})
     assert not path.exists()
 

@@ -394,7 +394,7 @@ def test_whoever_never_rests_is_told_so() -> None:
         player.context.after(1.0, Note(0))
 
     simulation = Troupe().add("actor", play).open()
-    with pytest.raises(SimulationError, match="no rest after 1000 steps"):
+    with pytest.raises(SimulationError, match="not at rest after 1000 steps"):
         simulation.run(steps_max=1000)
     simulation.stop()
     assert simulation.find(role("actor")).is_stopped

@@ -543,7 +543,7 @@ async def test_a_cast_has_each_role_once_and_no_others() -> None:
     async with System([part(role("one"), [])]) as system:
         with pytest.raises(KeyError):
             system.find(role("two"))
-    with pytest.raises(AssertionError, match="two parts play 'one'"):
+    with pytest.raises(AssertionError, match="two actor specs have the role 'one'"):
         await System([part(role("one"), []), part(role("one"), [])]).start()
 
 
@@ -991,7 +991,7 @@ async def test_a_spawned_actor_is_the_last_of_the_cast_and_leaves_it_when_dismis
         ref.tell(Note(1))
         assert system.find(player("b")) is ref
         assert [each.name for each in system.roles()] == ["a", "b"]
-        with pytest.raises(AssertionError, match="two parts play 'b'"):
+        with pytest.raises(AssertionError, match="two actor specs have the role 'b'"):
             system.spawn(troupe.part("b"))
         troupe.news()
         assert await troupe.pass_time(0) == ["b.1 started", "b.1 Note 1"]
@@ -1506,7 +1506,7 @@ def test_a_part_is_told_what_it_should_have_been_given() -> None:
     with pytest.raises(TypeError, match="restart policy of 'actor' must be a RestartPolicy, not InProcess"):
         ActorSpec(role(), lambda _: Diary("actor", []), InProcess())  # type: ignore[arg-type]
     for wrong in (InProcess, "thread"):
-        with pytest.raises(TypeError, match="'actor' can live InLoop"):
+        with pytest.raises(TypeError, match="the placement of 'actor' must be InLoop"):
             ActorSpec(role(), lambda _: Diary("actor", []), placement=wrong)  # type: ignore[arg-type]
 
 

@@ -1,7 +1,8 @@
-"""What a journal's file looks like, and the reader of such files.
+"""The file format of journals, and its reader.
 
-A file is a magic, a version, and records: length and CRC-32 of what follows, one byte for its kind, msgpack. The first
-record is what the program says about itself; the last one of a recording that ended in order says just that.
+A file has a magic, a version, and records. A record has a length and a CRC-32, which cover the rest of it: one byte for
+its kind, and msgpack. The first record holds the `about` of the recording program; the last one marks a recording that
+was closed in order.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _ABOUT, _STARTED, _DELIVERED, _ENDED, _CLOSED = (bytes([kind]) for kind in range
 
 
 class JournalError(KernelError):
-    """The file is no journal, was written by another version, or does not hold what is asked of it."""
+    """The file cannot be read or written, is no journal of this version, or lacks the requested actor."""
 
 
 class Recorded(msgspec.Struct, frozen=True, array_like=True):
-    """A `Delivered` as the journal keeps it: its message as bytes, beside the name of its type.
+    """A `Delivered` as the journal stores it: the message as bytes, with the name of its type.
 
-    A message that cannot be encoded, or is too large, is opaque: without bytes, but with a few words on what it was.
+    A message that cannot be encoded or is too large is recorded without bytes; `opaque` holds a description of it.
     """
 
     seconds: float
@@ -55,7 +56,7 @@ _DECODERS: Final[dict[bytes, msgspec.msgpack.Decoder[Record]]] = {
 
 
 def encode_record(record: Record) -> bytes:
-    """A record as the file has it."""
+    """Return the bytes of a record in the file."""
     match record:
         case Recorded():
             return _framed(_DELIVERED + _encoder.encode(record))
@@ -66,11 +67,11 @@ def encode_record(record: Record) -> bytes:
 
 
 def encode_header(about: dict[str, object]) -> bytes:
-    """The start of a file. Raises JournalError for what msgpack has no room for."""
+    """Return the first bytes of a file. Raises JournalError for values that msgpack cannot represent."""
     try:
         return MAGIC + bytes([VERSION]) + _framed(_ABOUT + _encoder.encode(about))
     except (TypeError, ValueError, OverflowError) as error:
-        raise JournalError(f"what the program says about itself cannot be recorded: {error}") from error
+        raise JournalError(f"the journal's `about` cannot be encoded as msgpack: {error}") from error
 
 
 def _framed(body: bytes) -> bytes:
@@ -78,22 +79,22 @@ def _framed(body: bytes) -> bytes:
 
 
 LAST_RECORD: Final = _framed(_CLOSED)
-"""The end of a recording that was closed in order."""
+"""The last record of a recording that was closed in order."""
 
 
 class JournalReader:
-    """A journal's records, as far as they are whole; each iteration reads the file anew."""
+    """The records of a journal up to the first incomplete one; each iteration reads the file again."""
 
     def __init__(self, path: Path, about: dict[str, object], offset: int) -> None:
         self.path = path
         self.about = about
-        """What the program said about itself."""
+        """The recording program's description of itself: the `about` of its `Journal`."""
         self._offset = offset
         self._is_truncated: bool | None = None
         self._damage = ""
 
     def __iter__(self) -> Iterator[Record]:
-        """The records in order, up to the end or to the first one that is not whole. Raises JournalError."""
+        """Yield the records in order, up to the end or the first incomplete or damaged one. Raises JournalError."""
         self._is_truncated, self._damage = None, ""
         try:
             with self.path.open("rb") as file:
@@ -104,16 +105,16 @@ class JournalReader:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the recording did not end in order: killed, stopped, still going on, or damaged since."""
+        """Whether the recording lacks its last record: killed, stopped, still in progress, or damaged since."""
         if self._is_truncated is None:
             for _ in self:
                 pass
-        assert self._is_truncated is not None, "an iteration to the end knows"
+        assert self._is_truncated is not None, "an iteration to the end sets it"
         return self._is_truncated
 
     @property
     def damage(self) -> str:
-        """Which bytes are not those that were written; empty where there are just too few."""
+        """A description of the first damaged record; empty where the file merely ends early."""
         return self._damage if self.is_truncated else ""
 
     def _records(self, file: BinaryIO) -> Iterator[Record]:
@@ -132,7 +133,7 @@ class JournalReader:
 
 
 def read_journal(path: str | os.PathLike[str]) -> JournalReader:
-    """Open a journal for reading, which may still be being written.
+    """Open a journal for reading, also while it is being written.
 
     Raises JournalError for a file that cannot be read, is no journal, or was written by another version.
     """
@@ -153,7 +154,7 @@ def read_journal(path: str | os.PathLike[str]) -> JournalReader:
 
 
 def _next_body(file: BinaryIO) -> bytes | None:
-    """The next record; None where the file ends before it does. Raises ValueError for one that is damaged."""
+    """Return the next record's bytes, or None where the file ends first. Raises ValueError for a damaged record."""
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
         return None
@@ -168,5 +169,5 @@ def _next_body(file: BinaryIO) -> bytes | None:
 
 def _decode_record(body: bytes) -> Record:
     if (decoder := _DECODERS.get(body[:1])) is None:
-        raise ValueError(f"there is no kind {body[0]}")
+        raise ValueError(f"its kind {body[0]} is unknown")
     return decoder.decode(memoryview(body)[1:])

@@ -1,6 +1,6 @@
-"""What an actor finds around it while its life is replayed: addresses and the ways to them, and nobody there.
+"""The surroundings of an actor whose life is replayed: its context, addresses, and the messages that it sends.
 
-No thread and no timer does anything: what they have said is in the recorded inbox.
+Workers and timers are inert: their messages are in the recorded inbox.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ M = TypeVar("M")
 T = TypeVar("T")
 
 UNKNOWN_ID: Final = -1
-"""The id of an address that the actor made itself: the recording has a number for it, the replay cannot know which."""
+"""The id of an address that the actor made itself: which number it has in the recording is unknown to a replay."""
 
 
 @dataclass(frozen=True)
 class SentMessage:
-    """A message on its way, and the one in whose handling it was told."""
+    """A message that the replayed actor sent, and the message that it was handling (`index`, `handling`)."""
 
     life: int
     index: int
@@ -37,7 +37,10 @@ class SentMessage:
 
 
 class SentMessages:
-    """What was told and not compared yet, in order: a queue for each receiver, lane, and occupant of its slot."""
+    """The sent messages that wait for comparison, in order: a queue for each receiver, lane, and actor of that name.
+
+    A name can be that of several actors in succession: each spawn after a dismissal gives it a new actor.
+    """
 
     def __init__(self, roles: dict[str, Role[Never]]) -> None:
         self._roles = roles
@@ -48,12 +51,15 @@ class SentMessages:
         self._crashes: dict[int, int] = {}
 
     def spawned(self, actor: str) -> None:
-        """There is a newcomer, whose recorded start comes only after the message that made it."""
+        """Count an actor that the replayed actor spawns; its recorded start comes later in the journal."""
         self._slots[actor] += 1
         self._spawned[actor] += 1
 
     def started(self, actor: str, life: int) -> None:
-        """A first life is that of a newcomer: what its predecessor had not heard by its end, nobody will."""
+        """Note a recorded start. A first life is that of a new actor, which gets queues of its own.
+
+        Messages in the queues of its predecessor were never delivered.
+        """
         if life > 1:
             return
         if self._spawned[actor]:
@@ -62,18 +68,18 @@ class SentMessages:
             self._slots[actor] += 1
 
     def queue_of(self, receiver: str, kind: Name, kind_type: type | None) -> deque[SentMessage]:
-        """The queue for messages of this type. Where the receiver's lanes are unknown, each type has its own."""
+        """Return the queue for messages of this type; each type has its own where the receiver's role is unknown."""
         role = self._known.setdefault(receiver, self._roles.get(receiver))
         lane = kind if role is None else "urgent" if kind_type in role.urgent else ""
-        # Whoever stands in a cast can be told things before its own life begins.
+        # Messages can be sent to an actor of the cast before its first life begins.
         return self._queues.setdefault((receiver, lane, max(1, self._slots[receiver])), deque())
 
     def crashed_at(self, life: int, index: int) -> None:
-        """This life crashed at `index`: what is told there now need not have been told when it was recorded."""
+        """Note that the recorded life crashed at message `index`: messages sent since may be missing in it."""
         self._crashes[life] = index
 
     def process_died(self, receiver: str) -> None:
-        """Its process was killed, with what had been handed over to it."""
+        """Note that a receiver's process died: messages that wait for comparison may be lost with it."""
         for (actor, _, _), queue in self._queues.items():
             if actor == receiver:
                 lost = [replace(sent, may_be_lost=True) for sent in queue]
@@ -81,12 +87,12 @@ class SentMessages:
                 queue.extend(lost)
 
     def may_be_missing(self, sent: SentMessage) -> bool:
-        """Whether it may be missing in the recording."""
+        """Return whether a sent message may be missing in the recording."""
         return sent.may_be_lost or sent.index >= self._crashes.get(sent.life, sent.index + 1)
 
 
 class Finder(Protocol):
-    """Gives the address of the actor that plays a role."""
+    """Returns the address of the actor that plays a role."""
 
     def __call__(self, role: Role[M], /) -> Ref[M]: ...
 
@@ -124,7 +130,7 @@ class ReplayContext:
 
 
 class Inert:
-    """A thread or a timer that does nothing: what it would post is in the recorded inbox."""
+    """A worker or a timer that does nothing: its messages are in the recorded inbox."""
 
     def submit(
         self, work: Callable[[], T], done: Callable[[T], object], failed: Callable[[Exception], object]
@@ -136,13 +142,13 @@ class Inert:
 
 
 class ExternalRecipient:
-    """The address of someone who is no actor, as the journal numbered it."""
+    """An address outside the actors, by its number in the journal."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
     def tell(self, message: object, /) -> None:
-        """What leaves the cast is not recorded."""
+        """Ignore the message: messages to addresses outside the cast are not recorded."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ExternalRecipient) and (
@@ -157,7 +163,7 @@ class ExternalRecipient:
 
 
 def id_of(address: Recipient[object]) -> AddressId:
-    """What an address crosses as."""
+    """Return the id of an address in encoded messages."""
     if isinstance(address, Ref):
         return address.name
     return address.number if isinstance(address, ExternalRecipient) else UNKNOWN_ID

@@ -1,4 +1,4 @@
-"""Feeds an actor the inbox that a journal recorded, and compares what it tells the others with what they were told."""
+"""Replay: an actor handles the inbox that a journal recorded, and the messages that it sends are compared."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ M = TypeVar("M")
 _TERMINATED: Final = type_name(Terminated)
 
 _DEATHS: Final = (ExitCause.KILLED, ExitCause.SIGNALED, ExitCause.EXITED)
-"""Ends of a life that may take messages along which had been handed over to a process."""
+"""Causes of a life's end with which messages may be lost that had been sent to the actor's process."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first message in whose handling the actor did something else than when it was recorded.
+    """The first message whose handling differs from the recording.
 
-    `index` counts the inbox from 1; 0 is the actor's start. A message that was recorded and is not told any more shows
-    when the next one to that receiver is told instead, or else when it was delivered: the cause may lie before.
+    `index` counts the inbox from 1; 0 is the actor's start. A recorded message that is no longer sent is found at the
+    next message to the same receiver, or else where it was delivered, so the cause may lie before `index`.
     """
 
     index: int
@@ -43,9 +43,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of a replay: `handled` messages of the inbox, `compared` messages that others were told.
+    """The result of a replay: `handled` messages of the inbox, and `compared` messages to other actors.
 
-    `stopped` says why it ended before the recorded inbox did; the result covers what came before.
+    `stopped` is the reason why the replay ended before the recorded inbox; the result covers the messages before.
     """
 
     handled: int
@@ -58,18 +58,19 @@ class Replay:
 def replay(
     journal: JournalReader, part: ActorSpec[Never], types: Iterable[object] = (), roles: Iterable[Role[Never]] = ()
 ) -> Replay:
-    """Let `part`'s actor live its recorded lives again.
+    """Replay all recorded lives of `part`'s actor, and return the first difference.
 
-    `types` are what it posts to itself, beside its protocol; `roles` those of the cast that it does not look up itself
-    but answers to. Only what was delivered is compared, so what it tells beyond that, at the end, is not seen.
+    `types` are the types of the messages that the actor posts to itself, beside its protocol; `roles` are roles of the
+    cast that the actor does not look up but answers. Only delivered messages are compared: messages that were still
+    waiting at the end of the recording are not.
 
     Raises:
-        JournalError: the journal cannot be read, or does not know this actor; or the actor lives outside the loop,
-            where nobody records what it posts to itself.
+        JournalError: the journal cannot be read or has no such actor; or the actor is placed on a thread or in a
+            process, where messages that it posts to itself are not recorded.
         NotSendable: a message type's annotations cannot be resolved.
     """
     if not isinstance(part.placement, InLoop):
-        raise JournalError(f"{part.role.name} lives outside the loop, where nobody records what it posts to itself")
+        raise JournalError(f"{part.role.name} lives outside the loop, where messages to itself are not recorded")
     return _ReplayRun(cast(ActorSpec[object], part), types, roles).run(journal)
 
 
@@ -112,14 +113,14 @@ class _ReplayRun:
                     elif record.cause in _DEATHS:
                         self._sent.process_died(actor)
         if not self._lives:
-            raise JournalError(f"{journal.path} knows no actor {self._name!r}")
+            raise JournalError(f"{journal.path} has no actor {self._name!r}")
         if self._raised is not None and not self._is_over:
             self._stopped = f"the actor raised {self._raised!r} in {_text(self._handling)}, where the recording ends"
         return Replay(self._handled, self._compared, self._lives, self._difference, self._stopped)
 
     @property
     def _is_over(self) -> bool:
-        """From here on, only what was told before is compared."""
+        """Whether the replay has ended: only messages sent before are still compared."""
         return bool(self._stopped) or self._difference is not None
 
     def _begin(self, record: Started) -> None:
@@ -144,14 +145,14 @@ class _ReplayRun:
         if message is None:
             return
         self._handled += 1
-        assert self._actor is not None, "the tap hears of a life before its first message"
+        assert self._actor is not None, "a life's start is recorded before its first message"
         self._call(message, record.seconds, partial(self._actor.handle, message))
 
     def _end(self, record: Ended) -> None:
         if record.cause is ExitCause.STOPPED:
             self._check_not_raised()
         if not self._is_over and self._actor is not None and self._raised is None:
-            # Also after a crash that does not happen again: it may have been in here.
+            # Also where the recorded life crashed and this one did not: the crash may have been in `stopped`.
             self._call(f"the end of life {self._lives}", record.seconds, self._actor.stopped)
         if record.cause is not ExitCause.STOPPED:
             self._sent.crashed_at(self._lives, self._handled)
@@ -168,13 +169,13 @@ class _ReplayRun:
             self._raised = error
 
     def _check_not_raised(self) -> None:
-        """The recorded actor lived on."""
+        """Report a difference if the actor raised: the recorded actor did not."""
         if self._raised is not None:
             error, self._raised = self._raised, None
             self._differ(self._handled, self._handling, self._name, "no error", f"{error!r} was raised")
 
     def _keep_sent(self, receiver: str, message: object) -> None:
-        """The actor tells another, or itself."""
+        """Queue a message that the actor sends to another actor, or to itself."""
         role = self._roles.get(receiver)
         if role is not None and type(message) not in role.message_types():
             raise NotAccepted(f"{receiver} does not accept {type(message).__qualname__}")
@@ -209,7 +210,7 @@ class _ReplayRun:
             return bool(record.opaque)
         if sent.body == record.body:
             return True
-        # A whole number in place of a fraction, for example, is the same to whoever reads it.
+        # Different bytes can decode to equal messages: 1 and 1.0 in a field of floats, for example.
         try:
             return self._codec.decode(sent.kind, sent.body) == self._codec.decode(sent.kind, record.body)
         except (NotAccepted, NotSendable):
@@ -220,7 +221,7 @@ class _ReplayRun:
             self._difference = Difference(index, _text(handling), receiver, expected, got)
 
     def _decoded(self, record: Recorded) -> object:
-        """The message of an inbox; None where there is no way on."""
+        """Return the message of a record; stop the replay and return None where it cannot be decoded."""
         number = self._handled + 1
         if record.opaque:
             self._stopped = f"message {number} was recorded without its contents: {record.opaque}"
@@ -243,7 +244,7 @@ class _ReplayRun:
             return f"a {kind} of {len(body)} bytes"
 
     def _ref(self, name: str) -> Ref[object]:
-        """The address of an actor, which keeps what it is told."""
+        """Return the address of an actor, which queues messages for comparison."""
         if name not in self._refs:
             self._refs[name] = Ref(name, partial(self._keep_sent, name))
         return self._refs[name]

@@ -1,6 +1,6 @@
 """The journal: a tap that records every life and every delivery in a file, at a bounded cost.
 
-Knows when bytes go to the file, and what happens when they cannot. What they mean is in `records.py`.
+Buffering, writes and their failures are here; the format of the file is in `records.py`.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ if sys.platform != "win32":
     import fcntl
 
 BUFFER_BYTES_MAX: Final = 1024 * 1024
-"""So much is written at once, even within one turn of the loop."""
+"""Size of the buffer at which it is written, even within one turn of the loop."""
 
 STRONG_ADDRESSES_MAX: Final = 1024
-"""Of the addresses that nothing can refer to weakly, so many keep their number at a time."""
+"""Addresses without support for weak references that keep their numbers at a time."""
 
 OPAQUE_CHARS_MAX: Final = 200
-"""Of a message that cannot be recorded, so much is said."""
+"""Characters of the description of a message that cannot be recorded, at most."""
 
 log = get_logger("cuelight.kernel")
 
 
 class Journal:
-    """Records what it is told of, as a system's tap.
+    """Records a system's events in a file, as the system's tap.
 
-    What one turn of the event loop brings is written at the end of that turn, so a process that is killed loses no more
-    than that. A write that fails, or a file that would grow beyond `bytes_max`, stops the recording and nothing else.
+    The events of one turn of the event loop are written at the end of that turn, so a process that is killed loses at
+    most its last turn. A write that fails, or a file that would grow beyond `bytes_max`, stops the recording only.
 
     Args:
         path: the file; an older journal there is overwritten.
-        about: what the program says about itself, to whoever reads the file.
+        about: a description of the program for the file's readers, of types that msgpack can represent.
         bytes_max: the size of the file, at most.
         record_bytes_max: a larger message is recorded without its contents.
 
     Raises:
-        JournalError: the file cannot be created, another journal is being written to it, or it holds something else.
+        JournalError: the file cannot be created, another journal is being written to it, or it is not a journal.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Journal:
     ) -> None:
         self.path = Path(path)
         self.error: str | None = None
-        """Why the recording stopped before it was closed."""
+        """The reason why the recording stopped before it was closed, or None."""
         self._bytes_max = bytes_max
         self._record_bytes_max = record_bytes_max
         self._numbers = _Numbers()
@@ -83,12 +83,12 @@ class Journal:
         self._buffer = bytearray()
         header = encode_header(about or {})
         self._size = len(header)
-        """Bytes of the file, with those that wait in the buffer."""
+        """Bytes in the file and in the buffer."""
         self._scheduled_in: asyncio.AbstractEventLoop | None = None
         self._file: int | None = _create(self.path, header)
 
     def __call__(self, event: Event) -> None:
-        """Record an event; nothing once the recording has stopped or the journal is closed."""
+        """Record an event; ignore it once the recording has stopped or the journal is closed."""
         if self._file is None:
             return
         record = encode_record(self._record_of(event))
@@ -105,26 +105,26 @@ class Journal:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file, with what waits to be written."""
+        """Bytes in the file and in the buffer."""
         return self._size
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing is recorded any more."""
+        """Whether the recording has stopped or was closed."""
         return self._file is None
 
     @property
     def buffered_bytes(self) -> int:
-        """What a kill would lose now."""
+        """Bytes in the buffer, which a kill would lose."""
         return len(self._buffer)
 
     def flush(self) -> None:
-        """Write what waits for the end of this turn."""
+        """Write the buffer now instead of at the end of this turn."""
         if self._buffer:
             self._write()
 
     def close(self) -> None:
-        """Write what is left, and that the recording ended in order. Harmless when done twice."""
+        """Write the buffer and the last record, and close the file. A second call is harmless."""
         if self._file is not None:
             self._buffer += LAST_RECORD
             self._write()
@@ -158,7 +158,7 @@ class Journal:
         return Recorded(event.seconds, event.sender, event.actor, type_name(type(message)), body, opaque)
 
     def _schedule(self) -> None:
-        """Write at the end of this turn; without a loop, when there is enough to write."""
+        """Schedule a write for the end of this turn; without a running loop, the buffer is written when it is full."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -172,7 +172,7 @@ class Journal:
         self._write()
 
     def _write(self) -> None:
-        """Write all of the buffer. Where the disk is full, that leaves a torn record at the end."""
+        """Write the whole buffer. Where the disk is full, an incomplete record remains at the end of the file."""
         if self._file is None:
             return
         buffer, self._buffer = self._buffer, bytearray()
@@ -193,14 +193,14 @@ class Journal:
         self._buffer.clear()
         self._numbers.clear()
         if file is not None:
-            with suppress(OSError):  # it is closed all the same
+            with suppress(OSError):  # the file is closed in any case
                 fcntl.flock(file, fcntl.LOCK_UN)  # a forked process may hold it open
             with suppress(OSError):
                 os.close(file)
 
 
 class _Numbers:
-    """Numbers for the addresses of those who are no actors: one each, for as long as the address is there."""
+    """Numbers for addresses outside the actors: one for each, as long as the address exists."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -208,7 +208,7 @@ class _Numbers:
         self._strong: OrderedDict[int, tuple[Recipient[object], int]] = OrderedDict()
 
     def of(self, address: Recipient[object]) -> AddressId:
-        """An actor's name, or a number for any other address."""
+        """Return the name of an actor's address, or a number for any other address."""
         if isinstance(address, Ref):
             return address.name
         key = id(address)
@@ -219,22 +219,22 @@ class _Numbers:
         self._count += 1
         try:
             self._weak[key] = (weakref.ref(address, lambda _: self._weak.pop(key, None)), self._count)
-        except TypeError:  # its class has slots, and none for this
+        except TypeError:  # its class has `__slots__` without `__weakref__`
             self._strong[key] = (address, self._count)
             if len(self._strong) > STRONG_ADDRESSES_MAX:
                 self._strong.popitem(last=False)
         return self._count
 
     def clear(self) -> None:
-        """Nothing will be numbered any more."""
+        """Release all addresses."""
         self._weak.clear()
         self._strong.clear()
 
 
 def _create(path: Path, header: bytes) -> int:
-    """The file, emptied, with the header in it. Raises JournalError."""
+    """Create or empty the file, write the header, and return the descriptor. Raises JournalError."""
     try:
-        # For its owner only: it holds all that is said.
+        # Readable by its owner only: the journal holds the contents of all messages.
         file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
     except (OSError, ValueError) as error:
         raise JournalError(f"the journal {path} cannot be created: {error}") from error
@@ -243,7 +243,7 @@ def _create(path: Path, header: bytes) -> int:
         os.ftruncate(file, 0)
         os.lseek(file, 0, os.SEEK_SET)
         if os.write(file, header) < len(header):
-            os.ftruncate(file, 0)  # a part of it would be no journal to whoever comes next
+            os.ftruncate(file, 0)  # with a partial header, later journals would refuse to overwrite the file
             raise JournalError(f"the journal {path} cannot be created: there is no room for it")
     except OSError as error:
         os.close(file)
@@ -255,7 +255,7 @@ def _create(path: Path, header: bytes) -> int:
 
 
 def _claim(file: int, path: Path) -> None:
-    """Make sure that nothing is lost and nobody else writes here. Raises JournalError."""
+    """Check that the file is empty or a journal, and lock it against other writers. Raises JournalError."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
         raise JournalError(f"{path} is no ordinary file: a journal cannot be written there")
@@ -277,9 +277,9 @@ def _no_address(_: AddressId, __: tuple[type, ...]) -> Recipient[object]:
 def _described(message: object) -> str:
     words = reprlib.Repr()
     words.maxother = OPAQUE_CHARS_MAX
-    return _encodable(words.repr_instance(message, 1))  # which copes with one that raises
+    return _encodable(words.repr_instance(message, 1))  # `repr_instance` handles a repr that raises
 
 
 def _encodable(text: str) -> str:
-    """The same text, unless it holds halves of characters, which UTF-8 has no form for."""
+    """Return the text with lone surrogates escaped, which UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""The near side of a placement: hands an actor's messages over to where it lives, and knows when that is no more."""
+"""The local side of a placement: forwards messages to the actor's thread or process, and waits for its end."""
 
 import asyncio
 import fcntl
@@ -28,16 +28,16 @@ from cuelight.kernel.supervision import Terminated
 from cuelight.kernel.table import ActorSlot, ActorTable, Life
 
 _LINGER_SECONDS = 5.0
-"""For what a process does at its exit once its actor's life is over."""
+"""Time for a process to exit once its actor's life has ended."""
 
 _LAST_FRAMES_SECONDS = 1.0
-"""For what a process sent before it exited. Only a descendant of it that keeps the socket can make that take long."""
+"""Time for the last frames of an exited process to arrive. Only a descendant that keeps the socket can use it up."""
 
 _CHILD_PROGRAM = "import sys; sys.path[:] = {path!r}; from cuelight.kernel.child import main; main({descriptor})"
 
 
 class RemoteLifeSpec(NamedTuple):
-    """All that the far side must know of one life."""
+    """The data from which the remote side runs one life."""
 
     part: ActorSpec[object]
     cast: tuple[Role[object], ...]
@@ -46,9 +46,10 @@ class RemoteLifeSpec(NamedTuple):
 
 
 def prepare_mailbox(table: ActorTable, slot: ActorSlot) -> None:
-    """Have messages to this slot's actor made ready at their senders.
+    """Have messages to this slot's actor encoded at their senders.
 
-    Raises NotSendable for a part that cannot live where it should, and KernelError where nobody may be started.
+    Raises NotSendable for a spec that cannot be placed there, and KernelError while a child process imports the main
+    module.
     """
     spec = RemoteLifeSpec(slot.part, tuple(table.roles()), 0, table.slow_handler_seconds)
     if isinstance(slot.part.placement, InProcess):
@@ -58,7 +59,7 @@ def prepare_mailbox(table: ActorTable, slot: ActorSlot) -> None:
 
 
 class RemoteLife(Life):
-    """One life of an actor that lives on a thread or in a process of its own."""
+    """One life of an actor on its own thread or in its own process, seen from the actor's system."""
 
     def __init__(
         self, table: ActorTable, slot: ActorSlot, run_on_thread: Callable[[socket.socket, RemoteLifeSpec], None]
@@ -75,22 +76,25 @@ class RemoteLife(Life):
             deque[tuple[float, str, wire.EncodedMessage]](),
             deque[tuple[float, str, wire.EncodedMessage]](),
         )
-        """What has not been begun, ordinary and urgent."""
+        """The ordinary and the urgent messages that were sent to the actor and whose handling has not begun."""
         self._last_begun: object = None
-        """The message that was begun last."""
+        """The message whose handling began last."""
         self.exited: asyncio.Future[RemoteError] = asyncio.get_running_loop().create_future()
-        """How the thread or process has ended."""
+        """Resolved at the end of the thread or process, with the reason."""
         self.on_slow = table.report_slow
         self._is_ready = False
         self._is_end_reported = False
-        """Its last word has come, or is not waited for: what has not been begun is known, and its end is no crash."""
+        """Whether the remote side has reported the life's end, or its report is not awaited.
+
+        The messages not begun are known then, and the end of the thread or process is no crash.
+        """
         self._kill: Callable[[], object] = lambda: None
 
     async def open(self) -> "RemoteLife":
-        """Begin the life. Raises ActorCrashed."""
+        """Start the thread or process and wait until the actor is built. Raises ActorCrashed."""
         try:
             await self._launch()
-        except (OSError, RuntimeError, KernelError) as error:  # no descriptor, process or thread is to be had
+        except (OSError, RuntimeError, KernelError) as error:  # such as no free descriptor, process or thread
             raise ActorCrashed(self._slot.name, "construction", error) from error
         while not self._is_ready and not self._is_ending():
             await self._mailbox.wait(for_more=True)
@@ -99,9 +103,9 @@ class RemoteLife(Life):
         return self
 
     async def _launch(self) -> None:
-        """Start the thread or process, with a connection to it."""
+        """Start the thread or process, and connect to it."""
         with ExitStack() as undo:
-            undo.callback(self.set_exited, RemoteError("it was not begun"))
+            undo.callback(self.set_exited, RemoteError("it was not started"))
             near, far = socket.socketpair()
             undo.enter_context(far)
             await self._wire.connect(near)
@@ -129,13 +133,13 @@ class RemoteLife(Life):
         self.set_exited(how)
 
     async def forward_messages(self) -> None:
-        """Hand messages over until the mailbox is closed and empty, or the slot is to be left. Raises ActorCrashed."""
+        """Forward messages until the life ends; stop it when the mailbox is closed and empty. Raises ActorCrashed."""
         while not self._is_ending():
             if self.is_stop_requested or (self._mailbox.closed and not len(self._mailbox)):
                 self._wire.call("stop", self._mailbox.is_dropped)
             elif len(self._mailbox) and sum(map(len, self._unacknowledged)) < wire.WINDOW:
                 arrived, sender, message = self._mailbox.take()
-                # What the kernel itself posts has not been encoded by a sender.
+                # Messages that the kernel posts were not encoded by a sender.
                 encoded = message if isinstance(message, wire.EncodedMessage) else self._wire.encoder.encode(message)
                 self._unacknowledged[type(encoded.message) in self._slot.part.role.urgent].append(
                     (arrived, sender, encoded)
@@ -149,18 +153,18 @@ class RemoteLife(Life):
         return self.crash is not None or self._wire.over.is_set() or self.exited.done()
 
     async def _wait_until_gone(self) -> None:
-        """Wait until the thread or process is no more, and what it has sent is heard. Raises ActorCrashed."""
+        """Wait until the thread or process has ended and its last frames are handled. Raises ActorCrashed."""
         if self.crash is not None and not self._is_end_reported:
-            self._wire.call("abort")  # a thread hears it between two turns of its loop
+            self._wire.call("abort")  # a thread handles it between two turns of its loop
             self._kill()
-        # Else its last word has come or the connection is over, so whatever still lives there must not for long.
+        # The life has ended or was aborted, so its process may only linger for its exit handlers.
         await asyncio.wait([self.exited], timeout=_LINGER_SECONDS)
         self._kill()
         await asyncio.wait([self.exited])
         if not self._is_end_reported:
             with anyio.move_on_after(_LAST_FRAMES_SECONDS):
                 await self._wire.over.wait()
-        # What was handed over and never begun goes back after a crash in order; else nobody knows, and it is lost.
+        # After a reported end, messages not begun return to the mailbox; otherwise they are unknown, and lost.
         for lane, entries in zip((self._mailbox.ordinary, self._mailbox.urgent), self._unacknowledged, strict=True):
             self._mailbox.give_back(lane, entries, lost=not self._is_end_reported)
         if not self._is_end_reported:
@@ -174,13 +178,13 @@ class RemoteLife(Life):
         self._kill()
 
     def set_exited(self, how: RemoteError) -> None:
-        """The thread or process is no more, or is to be waited for no longer."""
+        """Note that the thread or process has ended, or is no longer waited for."""
         if not self.exited.done():
             self.exited.set_result(how)
         self._mailbox.wake()
 
     def on_begun(self, *counts: int) -> None:
-        """The actor is there, and has begun so many more of the messages that were handed over, by lane."""
+        """Note that the actor is built, and has begun `counts` more of its messages: ordinary, urgent."""
         self._is_ready = True
         for lane, count in zip(self._unacknowledged, counts, strict=True):
             for _ in range(count):
@@ -191,36 +195,36 @@ class RemoteLife(Life):
         self._mailbox.wake()
 
     def on_watch(self, name: str, is_own: bool) -> None:
-        """The actor watches this one, or somebody whom it has spawned does."""
+        """Watch the actor of this name, for the remote actor itself or for one that it has spawned."""
         watcher = self._slot if is_own else self._remote_watchers
         try:
             self._table.watch(watcher, name)
-        except KeyError:  # it has gone meanwhile
+        except KeyError:  # the watched actor has left the cast
             watcher.notify(Terminated(name, "", is_restarting=False))
 
     def on_dismiss(self, name: str, drop: bool) -> None:
-        """The actor wants this one to stop, itself or another."""
+        """Dismiss the actor of this name, the remote actor itself or another one."""
         if (
             self._table.find_by_name(name) is not None or name not in self._wire.encoder.names
-        ):  # else it has gone meanwhile
+        ):  # else the actor has left the cast
             self._table.dismiss(Role(name, object, 1), drop=drop)
 
     def on_kill(self, name: str, reason: str, killed_by: str) -> None:
-        """Kill the actor of this name, as the remote side asks."""
+        """Kill the actor of this name."""
         self._table.kill_for(killed_by, Role(name, object, 1), reason)
 
     def on_crashed(self, message_type: str, error: str, trace: str) -> None:
-        """The actor raised, and its life is over."""
+        """Note that the actor raised and its life has ended."""
         self._is_end_reported = True
         message = self._last_begun if type(self._last_begun).__qualname__ == message_type else None
         self.crash_with(ActorCrashed(self._slot.name, message_type, RemoteError(error, trace), message))
 
     def on_stopped(self) -> None:
-        """The actor has stopped in order, and its life is over."""
+        """Note that the actor has stopped in order."""
         self._is_end_reported = True
 
     def on_message(self, to: AddressId, _sender: str, message: object, /) -> None:
-        """The actor tells somebody here something."""
+        """Send a message of the actor to an address on this side."""
         self._table.actor_clock.acting = self._slot.name
         try:
             self._wire.address(to).tell(message)
@@ -228,22 +232,22 @@ class RemoteLife(Life):
             self._table.actor_clock.acting = ""
 
     def on_error(self, message_type: str, error: Exception, /) -> None:
-        """What the actor said could not be handed on: that is its crash, as at home."""
+        """Crash the actor: its message was refused here, as `tell` would have raised in the loop."""
         self.crash_with(ActorCrashed(self._slot.name, message_type, error))
         self._wire.close()
 
     def on_disconnect(self) -> None:
-        """The connection is over."""
+        """End the watches of actors spawned by the remote actor."""
         self._remote_watchers.unwatch_all()
         self._mailbox.wake()
 
 
 class _RemoteWatchers(ActorSlot):
-    """Those whom a life elsewhere has spawned there, as they watch others."""
+    """The watcher of actors here on behalf of those that a remote actor has spawned: forwards `Terminated` to them."""
 
     def __init__(self, host: ActorSlot, to: wire.Wire) -> None:
         super().__init__(host.part, host.mailbox)
-        self.name = f"those with {host.name}"
+        self.name = f"spawned by {host.name}"
         self._wire = to
 
     def notify(self, news: Terminated) -> None:
@@ -251,23 +255,27 @@ class _RemoteWatchers(ActorSlot):
 
 
 def _child_preamble(spec: RemoteLifeSpec) -> bytes:
-    """What a child process is sent first. Raises NotSendable for a part that no other process can import."""
+    """Return the first bytes for a child process: its parent, preparation and spec.
+
+    Raises NotSendable for a spec that no other process can import, and KernelError in a child that still imports the
+    main module.
+    """
     name = spec.part.role.name
-    if getattr(current_process(), "_inheriting", False):  # this is a child, which imports the main module just now
+    if getattr(current_process(), "_inheriting", False):
         raise KernelError("a child imports this main module, which starts a system: guard it by __name__ == '__main__'")
     try:
         payload = pickle.dumps(spec)
-    except Exception as error:  # pickle lets through whatever the objects raise
-        reason = f"the part of {name!r} cannot be imported by another process: {error}"
+    except Exception as error:  # the objects' own methods can raise anything
+        reason = f"the spec of {name!r} cannot be imported by another process: {error}"
         raise NotSendable(f"{reason}; build must be a function at the top of a module, or a partial of one") from error
     preparation: dict[str, object] = {"name": f"cuelight {name}", "sys_argv": sys.argv}
-    if b"__main__" in payload or b"__mp_main__" in payload:  # else its code is not to run again
+    if b"__main__" in payload or b"__mp_main__" in payload:  # otherwise the main module's code must not run again
         preparation |= _main_module(name)
     return b"".join(map(pickle.dumps, (os.getpid(), preparation))) + payload
 
 
 def _main_module(name: str) -> dict[str, object]:
-    """Where `multiprocessing.spawn.prepare` is to find this program's main module. Raises NotSendable."""
+    """Return the entry by which `multiprocessing.spawn.prepare` finds the main module. Raises NotSendable."""
     main = sys.modules["__main__"]
     if main.__spec__ is not None:
         return {"init_main_from_name": main.__spec__.name}
@@ -278,13 +286,13 @@ def _main_module(name: str) -> dict[str, object]:
 
 
 def _start_child(far: socket.socket) -> Popen[bytes]:
-    """A fresh interpreter that inherits one socket, output and errors, and no input."""
-    path = [each for each in sys.path if isinstance(each, str)]  # the import system passes over anything else
-    # Above those that are to be its output and errors, which this process may have closed.
+    """Start a fresh interpreter that inherits one socket, standard output and standard error, and no input."""
+    path = [each for each in sys.path if isinstance(each, str)]  # the import system ignores other entries
+    # Above the descriptors of standard output and error, which this process may have closed.
     with far, socket.socket(fileno=fcntl.fcntl(far, fcntl.F_DUPFD_CLOEXEC, 3)) as connection:
         descriptor = connection.fileno()
         command = [sys.executable, "-c", _CHILD_PROGRAM.format(path=path, descriptor=descriptor)]
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until it can ignore an interrupt
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the child ignores interrupts
         try:
             return Popen(command, stdin=DEVNULL, stdout=_inherited(1), stderr=_inherited(2), pass_fds=[descriptor])
         finally:
@@ -292,15 +300,15 @@ def _start_child(far: socket.socket) -> Popen[bytes]:
 
 
 def _inherited(descriptor: int) -> int | None:
-    """An output as `subprocess` is to be told of it: nowhere, where this process has closed its own."""
+    """Return the value for `Popen`: None to inherit an output, `DEVNULL` where this process has closed its own."""
     with suppress(OSError):
-        if os.get_inheritable(descriptor):  # else it is something else by now
+        if os.get_inheritable(descriptor):  # otherwise the number was reused for another file
             return None
     return DEVNULL
 
 
 def _wait_for_exit(child: Popen[bytes]) -> RemoteError:
-    """Wait for the end of a child process, and return what ended it."""
+    """Wait for the end of a child process, and return its reason."""
     if (status := child.wait()) >= 0:
         return RemoteError(f"its process exited with status {status}")
     names = {each.value: each.name for each in signal.Signals}  # a real-time signal has none

@@ -1,7 +1,7 @@
-"""One connection between a system and an actor that lives elsewhere: frames of msgpack over a socket, both ends alike.
+"""The connection between a system and an actor on a thread or in a process: msgpack frames over a socket.
 
-An address in a message crosses as an id: an actor of the cast by its name, any other by a number under which the side
-that has it keeps it until the other side has dropped it.
+Both ends are alike. An address in a message crosses as an id: an actor of the cast by its name, any other address by a
+number. The side that has the address keeps it under that number until the other side has dropped it.
 """
 
 import asyncio
@@ -21,26 +21,26 @@ from cuelight.kernel.ref import Recipient, Ref
 from cuelight.kernel.supervision import Terminated
 
 WINDOW: Final = 32
-"""Messages handed over to where an actor lives and not yet begun there, at most. As many may be lost with a process."""
+"""Messages sent to a placed actor and not yet begun there, at most. As many may be lost with a process."""
 
 _LENGTH_BYTES: Final = 4
 _EXTRA_BYTES: Final = 1024 * 1024
-"""What a frame may have beside a message of the largest size."""
+"""Bytes of a frame beside a message of the largest size, at most."""
 
 
 def encode_frame(what: str, *arguments: object) -> bytes:
-    """A frame as it goes over the socket: what happens and what it is about, behind their length.
+    """Return the bytes of a frame: the length of the rest, the frame's kind `what`, and its arguments.
 
-    "said" is a message to an actor, by name, or to another address; at the actor's side, any other name is of one
-    watched. "forget" is for the other end itself: the address that it keeps under this number has been dropped here.
-    Anything else is about the actor's life: the method `on_what` of who uses the other end is called.
+    "said" carries a message to an actor, by name, or to another address; at the actor's side, a name other than the
+    actor's is that of a watched actor. "forget" has the other end drop the address of this number. Any other kind calls
+    the method `on_…` of that name of the other end's `WireHandler`.
     """
     data = msgspec.msgpack.encode((what, *arguments))
     return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 
 
 class EncodedMessage(NamedTuple):
-    """A message ready to cross; in its body each address is an index into `addresses`."""
+    """An encoded message; in its body each address is an index into `addresses`."""
 
     message: object
     name: Name
@@ -49,35 +49,35 @@ class EncodedMessage(NamedTuple):
 
 
 class MessageEncoder:
-    """Makes messages ready to cross between those who know this cast, over whichever wire."""
+    """Encodes messages between the actors of a cast, for any wire, and decodes them."""
 
     def __init__(self, cast: Sequence[Role[Never]], bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self._addresses: list[Recipient[object]] = []
-        """Of the message that is being encoded."""
+        """The addresses in the message that is being encoded."""
         self._find: Callable[[int, tuple[type, ...]], Recipient[object]] = lambda index, _: self._addresses[index]
-        """Gives the addresses of the message that is being decoded."""
+        """Returns the addresses in the message that is being decoded."""
         self.names = {role.name for role in cast}
         """The actors known by name at both ends."""
         types: dict[Name, type] = {type_name(Terminated): Terminated}
         for role in cast:
-            with suppress(NotSendable):  # then nothing can be told to that one from elsewhere
+            with suppress(NotSendable):  # no encoded message can reach this role then
                 types.update({**reachable([role.accepts]), **types})
         self._codec = Codec(types, self._to_index, lambda index, takes: self._find(int(index), takes))
 
     def encode(self, message: object) -> EncodedMessage:
-        """Raises NotSendable, MessageTooLarge."""
+        """Encode a message, and check that it can be decoded. Raises NotSendable, MessageTooLarge."""
         self._addresses = []
         name = type_name(type(message))
         body = self._codec.encode(message)
         if len(body) > self.bytes_max and not isinstance(message, Terminated):
             raise MessageTooLarge(f"{name} has {len(body)} bytes; {self.bytes_max} may cross")
-        # What the other side could not read is the sender's mistake.
+        # A message that the other side cannot decode is the sender's mistake.
         self.decode(name, body, lambda index, _: self._addresses[index])
         return EncodedMessage(message, name, body, self._addresses)
 
     def decode(self, name: Name, body: bytes, find: Callable[[int, tuple[type, ...]], Recipient[object]]) -> object:
-        """The message again; `find` gives the address of each index in it. Raises NotSendable."""
+        """Return the decoded message; `find` returns the address of each index in it. Raises NotSendable."""
         self._find = find
         return self._codec.decode(name, body)
 
@@ -86,12 +86,12 @@ class MessageEncoder:
         return len(self._addresses) - 1
 
 
-_DEAD_LETTERS: Final = Ref[object]("nobody", lambda _message: None)
-"""An address that is no longer kept."""
+_DEAD_LETTERS: Final = Ref[object]("dead letters", lambda _message: None)
+"""Stands for an address that is no longer kept: drops every message."""
 
 
 class RemoteRef(Ref[object]):
-    """An address that the other side keeps for as long as this is alive."""
+    """An address at the other side, which keeps it as long as this object lives."""
 
     __slots__ = ("_loop", "id", "wire")
 
@@ -102,25 +102,25 @@ class RemoteRef(Ref[object]):
         self.id = number
 
     def __del__(self) -> None:
-        with suppress(RuntimeError):  # the loop is closed; and whatever thread the collector runs on, it is not ours
+        with suppress(RuntimeError):  # the loop is closed; the collector may run on any thread
             self._loop.call_soon_threadsafe(self.wire.call, "forget", self.id)
 
 
 class WireHandler(Protocol):
-    """Who uses a wire; beside this, it has a method `on_…` for each call from the other end."""
+    """The user of one end of a wire; also has a method `on_…` for each call from the other end."""
 
     def on_message(self, to: AddressId, sender: str, message: object, /) -> None:
-        """Something for somebody on this side."""
+        """Deliver a message to an address on this side."""
 
     def on_error(self, message_type: str, error: Exception, /) -> None:
-        """What the other side said could not be understood, or not be handed on."""
+        """Handle the error of a frame that could not be decoded or whose handling raised."""
 
     def on_disconnect(self) -> None:
-        """The other side is gone."""
+        """Handle the end of the connection."""
 
 
 class Wire(asyncio.Protocol):
-    """One end. Sends and receives frames, and keeps the addresses that the other side holds."""
+    """One end of a connection: sends and receives frames, and keeps the addresses that the other side holds."""
 
     def __init__(
         self, encoder: MessageEncoder, find: Callable[[str], Recipient[object] | None], handler: WireHandler
@@ -134,42 +134,42 @@ class Wire(asyncio.Protocol):
         self._connection: socket.socket | None = None
         self._transport: asyncio.Transport | None = None
         self.over = asyncio.Event()
-        """The connection is no more."""
+        """Set when the connection has ended."""
 
     async def connect(self, connection: socket.socket) -> None:
-        """Take over this end of a socket pair."""
+        """Use a socket, one of a pair, as this end of the connection."""
         self._connection = connection
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connection)
 
     def write(self, data: bytes) -> None:
-        """Frames, or what the other end reads before it speaks in frames; nothing once the connection is over."""
+        """Send bytes: frames, or the preamble of a child process. Ignored once the connection has ended."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def call(self, what: str, *arguments: object) -> None:
-        """Have the other end's user hear something."""
+        """Send a frame of kind `what`, which calls `on_…` of that name at the other end's handler."""
         self.write(encode_frame(what, *arguments))
 
     def send(self, to: AddressId, sender: str, encoded: EncodedMessage) -> None:
-        """Send a message to somebody at the other end."""
+        """Send an encoded message to an address at the other end. Ignored once the connection has ended."""
         if not self.over.is_set():
             self.call("said", to, sender, encoded.name, encoded.body, [self._id(each) for each in encoded.addresses])
 
     def tell(self, to: AddressId, takes: tuple[type, ...], message: object) -> None:
-        """Tell an address at the other end. Raises NotAccepted, NotSendable."""
+        """Encode a message and send it to an address at the other end. Raises NotAccepted, NotSendable."""
         if type(message) not in takes and object not in takes:
             who = to if isinstance(to, str) else "this address"
             raise NotAccepted(f"{who} does not accept {type(message).__qualname__}")
         self.send(to, "", self.encoder.encode(message))
 
     def address(self, key: AddressId, takes: tuple[type, ...] = ()) -> Recipient[object]:
-        """What the other side means by this id."""
+        """Return the address of an id from the other side."""
         if isinstance(key, str):
             return self._find(key) or _DEAD_LETTERS
         return RemoteRef(self, key, takes) if key >= 0 else self._exported.get(-1 - key, _DEAD_LETTERS)
 
     def _id(self, address: Recipient[object]) -> AddressId:
-        """A name; a number under which this side keeps the address; or, below zero, one that the other keeps."""
+        """Return a name, the number under which this side keeps the address, or `-1 - n` for the other side's `n`."""
         if isinstance(address, RemoteRef) and address.wire is self:
             return -1 - address.id
         if isinstance(address, Ref) and address.name in self.encoder.names and self._find(address.name) is address:
@@ -179,26 +179,26 @@ class Wire(asyncio.Protocol):
         return number
 
     async def finish(self) -> None:
-        """Send what is still to be sent, and wait until the other end has closed: closing first would cut it off."""
+        """Send all pending frames, and wait until the other end has closed: closing first would discard frames."""
         transport, self._transport = self._transport, None
         if transport is not None and not transport.is_closing():
             transport.write_eof()
         await self.over.wait()
 
     def close(self) -> None:
-        """Send what is still to be sent, and no more."""
+        """Send the pending frames, then close the connection."""
         if self._transport is not None:
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, and does not inherit from it
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from it
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         while len(self._buffer) >= _LENGTH_BYTES and self._transport is not None and not self._transport.is_closing():
             end = _LENGTH_BYTES + int.from_bytes(self._buffer[:_LENGTH_BYTES], "big")
             if end > self.encoder.bytes_max + _EXTRA_BYTES:
-                self._handler.on_error("", NotSendable("what came from the other side is no frame"))
+                self._handler.on_error("", NotSendable(f"the other side sent an invalid frame, of {end} bytes"))
                 return
             if end > len(self._buffer):
                 return
@@ -218,12 +218,12 @@ class Wire(asyncio.Protocol):
                 self._exported.pop(arguments[0], None)
             else:
                 getattr(self._handler, f"on_{name}")(*arguments)
-        except Exception as error:  # such as of whoever was told; at home it would have gone up to the sender
+        except Exception as error:  # such as that of a full mailbox, which in the loop would reach the sender
             self._handler.on_error(name, error)
 
     def eof_received(self) -> None:
-        # Copies of the socket in processes forked from this one must not keep the other end waiting.
-        assert self._connection is not None, "what was received came over a connection"
+        # Shut the socket down, since copies in forked processes keep the connection open for the other end.
+        assert self._connection is not None, "data was received over a connection"
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""Faults of a simulation beside what actors do wrong, and their injection."""
+"""Injected faults of a simulation, in addition to the actors' own crashes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cuelight.kernel.table import ActorSlot
 
 
 class SimulatedCrash(Exception):
-    """What a fault makes a handler or a constructor raise."""
+    """The exception that an injected crash raises in a handler or a constructor."""
 
 
 class SimulatedKill(SimulatedCrash, ProcessKilled):
-    """The end of an actor's process by a simulated SIGKILL, with what was handed over to it."""
+    """The end of an actor's process by a simulated SIGKILL, which loses the messages sent to the process."""
 
     def __init__(self) -> None:
         Exception.__init__(self)
@@ -27,11 +27,12 @@ class SimulatedKill(SimulatedCrash, ProcessKilled):
 
 @dataclass(frozen=True)
 class Faults:
-    """What may go wrong. `crash` and `kill` are probabilities for each delivery, by default none.
+    """The rates of injected faults: `crash` and `kill` are probabilities for each delivery, 0 by default.
 
-    A crash happens before a message is handled, at one of the first tells while it is, or afterwards; and a
-    constructor at a restart. A kill happens likewise, but only to actors that live in a process. `delay_seconds_max` is
-    how long a message may take to a mailbox; those of one sender, receiver and lane stay in order.
+    A crash happens before a message is handled, at one of the first messages that its handler sends, or after the
+    handler; also, with the same probability, in a constructor at a restart. A kill happens at the same points of a
+    delivery, only to actors placed in a process. `delay_seconds_max` is the longest time from sender to mailbox;
+    messages of one sender, receiver and lane stay in order.
     """
 
     crash: float = 0.0
@@ -40,7 +41,7 @@ class Faults:
 
 
 class FaultInjector:
-    """Draws from a seed when faults happen, and raises them."""
+    """Draws faults from a seed, and raises them."""
 
     def __init__(self, faults: Faults, chance: random.Random) -> None:
         self._faults = faults
@@ -49,12 +50,15 @@ class FaultInjector:
         self._tells_before_fault = 0.0
 
     def before_build(self) -> None:
-        """Raises SimulatedCrash where a constructor is to crash."""
+        """Draw whether a constructor crashes. Raises SimulatedCrash."""
         if self._faults.crash and self._chance.random() < self._faults.crash:
             raise SimulatedCrash
 
     def handle(self, slot: ActorSlot, handle: Callable[[], None]) -> None:
-        """Let an actor handle a message, or some of it. Raises SimulatedCrash, and what the handler raises."""
+        """Run a handler, and raise a fault before, during or after it where one is drawn.
+
+        Raises SimulatedCrash, and the errors of the handler.
+        """
         fault = self._draw(slot)
         if fault is None:
             handle()
@@ -67,17 +71,17 @@ class FaultInjector:
             handle()
         finally:
             self._fault = None
-        raise fault  # the handler told fewer, or went on regardless
+        raise fault  # the handler sent fewer messages, or caught the fault
 
     def before_tell(self) -> None:
-        """Whoever acts is about to tell something. Raises SimulatedCrash."""
+        """Count a message that the acting actor is about to send. Raises SimulatedCrash where the fault is due."""
         if self._fault is not None:
             if not self._tells_before_fault:
                 raise self._fault
             self._tells_before_fault -= 1
 
     def lost_count(self, slot: ActorSlot) -> int:
-        """How many messages that wait have been handed over to a process that is killed as it handles another one."""
+        """Draw how many waiting messages had been sent to a process that is killed, and are lost with it."""
         return int(self._chance.random() * min(WINDOW, len(slot.mailbox) + 1))
 
     def _draw(self, slot: ActorSlot) -> SimulatedCrash | None:

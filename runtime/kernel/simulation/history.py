@@ -1,4 +1,4 @@
-"""What a simulation makes of messages: bytes to compare, and copies of what crosses to where another actor lives."""
+"""Encoded messages of a simulation: histories as bytes, and copies for actors on threads and in processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cuelight.kernel.ref import Recipient, Ref
 
 
 class AddressIds:
-    """Addresses as ids: an actor of the cast is its name, any other address a number, in the order of being met."""
+    """Ids of addresses: the name of an actor of the cast, or a number for any other address, in order of appearance."""
 
     def __init__(self, find: Callable[[str], Ref[object] | None]) -> None:
         self._find = find
@@ -25,37 +25,39 @@ class AddressIds:
         self._met: list[Recipient[object]] = []
 
     def of(self, address: Recipient[object]) -> AddressId:
-        """The id of this address, for as long as this object lives."""
+        """Return the id of an address, which is fixed for the life of this object."""
         if isinstance(address, Ref) and self._find(address.name) is address:
             return address.name
         if isinstance(address, _CopyingRecipient):
             return address.number
         number = self._numbers.setdefault(id(address), len(self._met))
         if number == len(self._met):
-            self._met.append(address)  # kept, so that no other address can have its place in memory
+            self._met.append(address)  # kept alive, so that no other address can reuse its `id`
         return number
 
     def address(self, address_id: AddressId) -> Recipient[object]:
-        """The address of this id."""
+        """Return the address of an id."""
         if isinstance(address_id, int):
             return self._met[address_id]
         ref = self._find(address_id)
-        assert ref is not None, "whoever was encoded by name is in the cast"
+        assert ref is not None, f"no actor {address_id!r} is in the cast"
         return ref
 
 
 _MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""Where in memory something is, as the repr of many an object has it, and so the error that speaks of that object."""
+"""The memory address in the default repr of an object, and in error texts that contain such a repr."""
 
 
 class EventLog:
-    """Events as bytes. What msgpack has no room for is there as its type's name, and places in memory are left out."""
+    """Events as bytes. Values that msgpack cannot represent are encoded as their type's name; memory addresses in
+    texts are left out.
+    """
 
     def __init__(self, ids: AddressIds) -> None:
         def encode_other(value: object) -> AddressId:
             return ids.of(value) if isinstance(value, Recipient) else type_name(type(value))
 
-        # Sets in an order of their own, since theirs differs from run to run.
+        # Sorted, since the order of sets differs from run to run.
         self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_other, order="deterministic")
         self._data: list[bytes] = []
 
@@ -68,7 +70,7 @@ class EventLog:
         head = (event.seconds, event.sender, event.actor, name)
         try:
             self._append((*head, event.message))
-        except Exception:  # numbers too large, keys without an order: each has its own way to refuse
+        except Exception:  # numbers that are too large, keys without an order: errors of several types
             self._append(head)
 
     def _append(self, value: object) -> None:
@@ -78,7 +80,7 @@ class EventLog:
         self._data.append(data)
 
     def data(self) -> bytes:
-        """All events so far."""
+        """Return all events so far."""
         return b"".join(self._data)
 
 
@@ -95,7 +97,7 @@ def _without_memory_addresses(value: object) -> object:
 
 
 class MessageCopier:
-    """The way to and from actors that live elsewhere: messages arrive as copies, made by the codec."""
+    """Copies messages to and from actors on threads and in processes, as the codec would."""
 
     def __init__(self, cast: Sequence[ActorSpec[object]], ids: AddressIds, actor_clock: ActorClock) -> None:
         """Raises NotSendable, as `reachable`."""
@@ -107,7 +109,7 @@ class MessageCopier:
         }
 
     def copy_to(self, receiver: str, message: object) -> object:
-        """The message from whoever acts, as it arrives. Raises NotSendable, MessageTooLarge."""
+        """Return a message of the acting actor as it arrives at `receiver`. Raises NotSendable, MessageTooLarge."""
         if self._actor_clock.acting == receiver:
             return message
         for place in (self._actor_clock.acting, receiver):
@@ -116,7 +118,10 @@ class MessageCopier:
         return message
 
     def copy_out(self, takes: tuple[type, ...], message: object) -> object:
-        """The message as it arrives at an address of no actor. Raises NotAccepted, NotSendable, MessageTooLarge."""
+        """Return a message of the acting actor as it arrives at an address outside the actors.
+
+        Raises NotAccepted, NotSendable, MessageTooLarge.
+        """
         if self._actor_clock.acting not in self._bytes_max:
             return message
         if type(message) not in takes and object not in takes:
@@ -141,7 +146,7 @@ def _types(protocols: tuple[object, ...]) -> dict[Name, type]:
 
 
 class _CopyingRecipient:
-    """An address of no actor, as whoever lives elsewhere has it."""
+    """An address outside the actors in a copied message: sends copies."""
 
     __slots__ = ("_address", "_copier", "_takes", "number")
 

@@ -1,4 +1,4 @@
-"""Runs a cast of actors without an event loop: what happens next is drawn from a seed, and time is a number."""
+"""A simulator that runs a cast of actors without an event loop: a seed decides the next step, and time is virtual."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from cuelight.kernel.table import ActorSlot, ActorTable, Life
 M = TypeVar("M")
 
 STEPS_MAX = 1_000_000
-"""A simulation that takes more steps than this is taken for one that never rests."""
+"""Steps after which a run counts as endless."""
 
 
 class SimulationError(KernelError):
-    """A simulation that never rests, or a trial that failed; the message names its seed."""
+    """A simulation did not come to rest, or a trial failed; a trial's message names its seed."""
 
 
 NO_FAULTS = Faults()
@@ -35,30 +35,30 @@ NO_FAULTS = Faults()
 class Simulation(ActorTable):
     """A cast driven by a seed: the same seed gives the same history, byte for byte.
 
-    The actors are built at once; nothing else happens until `run`. Each step is one delivery, one job of a worker or
-    one act of supervision, drawn from all those possible. Time stands still meanwhile, and jumps to the next timer
-    when nothing else can happen. Placements differ from each other as far as actors can tell: what crosses is encoded
-    and decoded. Only that a process could import `build` is not checked.
+    The constructor builds the actors; all else happens in `run`. Each step is one delivery, one job of a worker or one
+    act of supervision, drawn from all that are possible. Time stands still meanwhile, and jumps to the next timer when
+    no step is possible. Placements are simulated as far as actors can observe them: messages that cross are encoded and
+    decoded. Whether another process could import `build` is not checked.
 
-    Messages arrive at most once, and in order for each sender, receiver and lane. What waits in a mailbox survives its
-    actor's restart. Lost are only:
+    Messages arrive at most once, and in order for each sender, receiver and lane. Messages that wait in a mailbox
+    survive the restart of its actor. Only these are lost:
     - the message that is being handled in a crash;
-    - what an ended life's own threads and timers have posted, and what an actor elsewhere has told itself;
-    - with a process that is killed, also what was handed over to it, in all at most `WINDOW` messages, and the last
-      of what it has told others and is still under way;
-    - what waits when an actor stops for good.
+    - messages that an ended life's own workers and timers have posted, and those of a placed actor to itself;
+    - with a process that is killed, also those sent to it and not yet begun, at most `WINDOW` with the one being
+      handled, and the last of its own messages that are still in transit;
+    - messages that wait when an actor stops for good.
 
     Args:
-        cast: the parts, sinks first.
-        seed: all chance comes from it, the actors' too.
-        tap: sees every life and every delivery. What it raises comes out of `run`.
-        faults: what may go wrong beside what the actors do wrong.
+        cast: the specs of the actors, sinks first.
+        seed: determines every draw, also those of the actors' `Context.chance`.
+        tap: called with every event of a life and every delivery. An error that it raises is raised by `run`.
+        faults: injected faults, in addition to the actors' own crashes.
         record: whether to keep `history`.
-        on_crash: told of every crash, before anything follows from it.
+        on_crash: called with every crash, before its consequences.
 
     Raises:
         ActorCrashed: a constructor raised.
-        NotSendable: a protocol's annotations cannot be resolved, and some actor lives elsewhere.
+        NotSendable: a protocol's annotations cannot be resolved, and some actor is placed on a thread or in a process.
     """
 
     clock: VirtualClock
@@ -94,17 +94,17 @@ class Simulation(ActorTable):
 
     @property
     def history(self) -> bytes:
-        """Every event so far, encoded; empty where nothing is recorded."""
+        """The encoded events so far; empty without `record`."""
         return self._history.data() if self._history is not None else b""
 
     def at(self, seconds: float, action: Callable[[], object]) -> Timer:
-        """Do something outside the actors at a moment, or now if that has passed."""
+        """Call `action` outside the actors at a time, or now if that has passed."""
         return self.clock.call_at(seconds, action)
 
     def run(self, *, steps_max: int = STEPS_MAX, until_seconds: float = math.inf) -> None:
-        """Until nothing more can happen; with `until_seconds`, until nothing more can by that moment.
+        """Take steps until none is possible; with `until_seconds`, until none is possible by that time.
 
-        Raises SimulationError when there is no rest within `steps_max` steps.
+        Raises SimulationError when more steps are possible after `steps_max`.
         """
         assert not self._is_running, "a simulation runs once at a time"
         self._is_running = True
@@ -114,12 +114,12 @@ class Simulation(ActorTable):
                     return
         finally:
             self._is_running = False
-        raise SimulationError(f"no rest after {steps_max} steps, at {self.clock.now()} s")
+        raise SimulationError(f"not at rest after {steps_max} steps, at {self.clock.now()} s")
 
     def stop(self, *, drop: bool = False, steps_max: int = STEPS_MAX) -> None:
-        """Stop every actor, sources first, after it has handled what waits for it (with `drop`, without).
+        """Stop every actor, sources first, after it has handled its waiting messages (with `drop`, without).
 
-        Nobody restarts any more. Runs to the end, unless called while it runs. Raises as `run`.
+        Restarts are cancelled. Runs to the end, unless called during `run`. Raises as `run`.
         """
         self.is_dropping = self.is_dropping or drop
         self._begin_to_close()
@@ -127,7 +127,7 @@ class Simulation(ActorTable):
             self.run(steps_max=steps_max)
 
     def new_worker(self, name: str, post: Callable[[object], None]) -> VirtualWorker:
-        """A worker whose jobs are run at moments that the seed draws."""
+        """Return a new worker whose jobs run at steps that the seed draws."""
         self._tasks[:] = [each for each in self._tasks if not (isinstance(each, VirtualWorker) and each.is_over)]
         worker = VirtualWorker(post, self._chance)
         self._tasks.append(worker)
@@ -139,7 +139,7 @@ class Simulation(ActorTable):
         self._own_tap(event)
 
     def step(self, until_seconds: float = math.inf) -> bool:
-        """Let one thing happen; False where nothing can."""
+        """Take one step; return False where none is possible."""
         if ready := [task for task in self._tasks if task.is_ready()]:
             ready[int(self._chance.random() * len(ready))].step()
             return True
@@ -149,14 +149,14 @@ class Simulation(ActorTable):
         self.clock.jump()
         return True
 
-    # Messages on their way.
+    # Messages.
 
     def _new_mailbox(self, part: ActorSpec[object]) -> VirtualMailbox:
         delay, before_put = self._delay_seconds_max, self._injector.before_tell
         return VirtualMailbox(part, self.clock, self.actor_clock, self._chance, delay, before_put)
 
     def _prepare(self, slot: ActorSlot) -> None:
-        self._prepare_to_cross()  # for all: whoever joins may bring messages that others can tell each other as well
+        self._prepare_to_cross()  # for all slots: the new role's messages may be part of the others' protocols, too
 
     def _prepare_to_cross(self) -> None:
         parts = [slot.part for slot in self._slots.values()]
@@ -173,7 +173,7 @@ class Simulation(ActorTable):
         self._tasks.append(life_task)
 
     def _step_life(self, life_task: LifeTask) -> None:
-        """One step of a life: its beginning, one message, or its end."""
+        """Take one step of a life: its beginning, one message, or its end."""
         slot, life = life_task.slot, life_task.slot.life
         try:
             if life is None:
@@ -227,7 +227,7 @@ class Simulation(ActorTable):
             other.mailbox.sender_ended(slot.name, is_killed=is_killed)
         super()._end(slot, crash)
 
-    # What follows a crash, and the end.
+    # Supervision, and the end.
 
     def _report_crash(self, crash: ActorCrashed) -> None:
         if not isinstance(crash.__cause__, SimulatedCrash):
@@ -239,7 +239,7 @@ class Simulation(ActorTable):
     def _restart(self, group: Sequence[ActorSlot], delay_seconds: float) -> Iterator[Condition]:
         for slot in reversed(group):
             yield always
-            if slot.restart is group and slot.life is not None:  # else a greater restart has taken it over
+            if slot.restart is group and slot.life is not None:  # otherwise a larger restart has taken the slot over
                 slot.life.request_stop()
                 try:
                     self._stop_life(self._life_tasks[slot.name])
@@ -299,12 +299,12 @@ class Simulation(ActorTable):
 
 
 def _is_kill(slot: ActorSlot, crash: ActorCrashed) -> bool:
-    """Whether a process has died with all that was handed over to it."""
+    """Return whether a process has died, with the messages sent to it."""
     return crash.cause is not ExitCause.CRASHED and isinstance(slot.part.placement, InProcess)
 
 
 def for_each_seed(seeds: Iterable[int], trial: Callable[[int], object]) -> None:
-    """Run a trial with each seed. Raises SimulationError, which names the seed, where the trial raises anything."""
+    """Run a trial with each seed. Raises SimulationError, which names the seed, for any error of the trial."""
     for seed in seeds:
         try:
             trial(seed)

@@ -14,7 +14,7 @@ class SimulatedTask(Protocol):
     """A task of a simulation, which is run step by step."""
 
     def is_ready(self) -> bool:
-        """Whether it may happen now."""
+        """Return whether the next step is possible now."""
 
     def step(self) -> None:
         """Take the next step."""
@@ -31,7 +31,7 @@ class LifeTask:
         self._step_life = step_life
 
     def is_ready(self) -> bool:
-        """Whether there is something to begin, to handle or to end."""
+        """Return whether there is a start, a message or an end to handle."""
         is_stop_requested = self.slot.life is not None and self.slot.life.is_stop_requested
         return not self.is_started or len(self.slot.mailbox) > 0 or self.slot.mailbox.closed or is_stop_requested
 
@@ -41,7 +41,7 @@ class LifeTask:
 
 
 class SupervisionTask:
-    """A procedure of supervision: each step waits for the condition that the step before has yielded.
+    """A procedure of supervision: each step is ready once the condition holds that the step before has yielded.
 
     After the last step the task removes itself from `tasks`.
     """
@@ -58,10 +58,10 @@ class SupervisionTask:
         try:
             self.is_ready = next(self._steps)
         except StopIteration:
-            if self in self._tasks:  # else its last step was to end all procedures
+            if self in self._tasks:  # otherwise its last step has removed all procedures
                 self._tasks.remove(self)
 
 
 def always() -> bool:
-    """The condition that always holds."""
+    """Return True: the condition that always holds."""
     return True

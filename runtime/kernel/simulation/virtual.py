@@ -1,6 +1,6 @@
-"""The world of a simulation: a clock that only jumps, mailboxes with slow ways to them, workers without threads.
+"""The virtual parts of a simulation: a clock that jumps, mailboxes with delays, workers without threads.
 
-Nothing here happens by itself: a driver decides what happens next.
+The simulator decides when a timer fires, a message is delivered, or a job runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class VirtualTimer:
-    """A callback that is due at some moment of a virtual clock."""
+    """A callback that is due at a time of a virtual clock."""
 
     __slots__ = ("__weakref__", "callback")
 
@@ -30,12 +30,12 @@ class VirtualTimer:
         self.callback: Callable[[], object] | None = callback
 
     def cancel(self) -> None:
-        """Let it not happen; harmless when it already has."""
+        """Cancel the callback; harmless after it was called."""
         self.callback = None
 
 
 class VirtualClock:
-    """Starts at 0 and stands still, but for jumps from timer to timer. Those of one moment come in the order made."""
+    """A clock that starts at 0 and jumps from timer to timer. Timers of the same time fire in the order of creation."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -43,7 +43,7 @@ class VirtualClock:
         self._numbers = count()
 
     def now(self) -> float:
-        """Seconds since the simulation began."""
+        """Return the seconds since the simulation began."""
         return self._now
 
     def call_later(self, delay: float, callback: Callable[[], object], /) -> Timer:
@@ -51,20 +51,20 @@ class VirtualClock:
         return self.call_at(self._now + delay, callback)
 
     def call_at(self, seconds: float, callback: Callable[[], object], /) -> Timer:
-        """Call back once, at a moment; one that has passed is now."""
+        """Call back once, at a time, or now if that has passed."""
         timer = VirtualTimer(callback)
         heappush(self._timers, (max(seconds, self._now), next(self._numbers), timer))
         return timer
 
     def next_due(self) -> float | None:
-        """The moment of the next timer, if there is one."""
+        """Return the time of the next timer, or None."""
         while self._timers and self._timers[0][2].callback is None:
             heappop(self._timers)
         return self._timers[0][0] if self._timers else None
 
     def jump(self) -> None:
-        """To the next timer, which happens. There must be one."""
-        assert self.next_due() is not None, "a clock jumps to a timer"
+        """Advance to the next timer, which must exist, and call it back."""
+        assert self.next_due() is not None, "there is no timer to jump to"
         self._now, _, timer = heappop(self._timers)
         callback, timer.callback = timer.callback, None
         assert callback is not None
@@ -78,7 +78,7 @@ class _InTransit(NamedTuple):
 
 
 class _Channel:
-    """What is under way from one sender in one lane. The first `out_count` can no longer be lost with the sender."""
+    """The messages in transit from one sender in one lane. The first `settled_count` cannot be lost with the sender."""
 
     __slots__ = ("in_transit", "settled_count")
 
@@ -87,14 +87,14 @@ class _Channel:
         self.settled_count = 0
 
     def settle(self) -> None:
-        """Nothing of what is under way can be lost with the sender."""
+        """Keep all present messages, also where the sender's process is killed."""
         self.settled_count = len(self.in_transit)
 
 
 class VirtualMailbox(Mailbox):
-    """A mailbox to which each message may take up to `delay_seconds_max`, in order for each sender and lane.
+    """A mailbox that each message reaches after up to `delay_seconds_max`, in order for each sender and lane.
 
-    What is under way counts against the capacity. Closing lets it arrive first.
+    Messages in transit count against the capacity. A close lets them arrive first.
     """
 
     def __init__(
@@ -116,26 +116,28 @@ class VirtualMailbox(Mailbox):
         self._in_transit = 0
 
     def put(self, message: object) -> None:
-        """As any mailbox's."""
+        """Queue a message for the actor, as `Mailbox.put`, after a drawn delay."""
         self._before_put()
         is_full = len(self) + self._in_transit >= self.capacity
         if self._in_transit and is_full and not self.closed and type(message) in self._lanes:
-            raise MailboxFull(f"{self.name} already has {self.capacity} messages waiting or under way")
+            raise MailboxFull(f"{self.name} already has {self.capacity} messages waiting or in transit")
         if self.closed or is_full or type(message) not in self._lanes:
-            super().put(message)  # which refuses or drops it
+            super().put(message)  # raises, or drops the message
         else:
             encoded = message if self.convert is None else self.convert(message)
             self._send(encoded, self._actor_clock.acting)
 
     def _send(self, message: object, sender: str) -> None:
         if self._is_elsewhere and sender == self.name:
-            sender = OWN  # where it lives, it tells itself without us, and that ends with its life
+            sender = (
+                OWN  # a placed actor sends to itself within its thread or process, so the message ends with its life
+            )
         if not self._delay_seconds_max or sender is OWN or self.closed:
             super().post(message, sender)
             return
         now = self._clock.now()
         channel = self._channels.setdefault((sender, self._lanes.get(type(message)) is self.urgent), _Channel())
-        # Half of all messages are as fast as can be, so that they meet those of other senders.
+        # Half of all messages have no delay, so that messages of different senders arrive at the same time.
         due = now + max(0.0, 2 * self._chance.random() - 1) * self._delay_seconds_max
         if channel.in_transit:
             due = max(due, channel.in_transit[-1].due)
@@ -147,13 +149,13 @@ class VirtualMailbox(Mailbox):
         self._clock.call_at(due, partial(self._arrive, channel))
 
     def post(self, message: object, sender: str = OWN) -> None:
-        """As any mailbox's."""
+        """Queue a message of the actor's own workers and timers, or of the kernel, as `Mailbox.post`."""
         self._send(message, sender)
-        if sender is not OWN:  # but the kernel, which does not die with whom it speaks of
+        if sender is not OWN:  # the kernel posts it, so it is not lost with the actor that it names as sender
             self._settle(sender)
 
     def sender_ended(self, sender: str, *, is_killed: bool) -> None:
-        """A life of the sender is over. Where its process was killed, the last that it told may never have got out."""
+        """Settle the messages of a sender whose life has ended; where its process was killed, lose some of the last."""
         for is_urgent in (False, True):
             channel = self._channels.get((sender, is_urgent))
             if channel is not None and is_killed:
@@ -170,7 +172,7 @@ class VirtualMailbox(Mailbox):
     def _arrive(self, channel: _Channel) -> None:
         if (
             channel.in_transit and channel.in_transit[0].due <= self._clock.now()
-        ):  # else it has come before, or was lost
+        ):  # otherwise it has arrived before, or was lost
             self._arrive_now(channel)
 
     def _arrive_now(self, channel: _Channel) -> None:
@@ -180,7 +182,7 @@ class VirtualMailbox(Mailbox):
         super().post(message, sender)
 
     def close(self, *, drop: bool) -> None:
-        """As any mailbox's; what is under way has come before."""
+        """Let the messages in transit arrive; then close, as `Mailbox.close`."""
         for channel in self._channels.values():
             while channel.in_transit:
                 self._arrive_now(channel)
@@ -188,7 +190,7 @@ class VirtualMailbox(Mailbox):
 
 
 class VirtualWorker:
-    """A worker whose jobs are done one by one when its driver says so."""
+    """A worker whose jobs run one at a time, at steps of the simulation."""
 
     __slots__ = ("_chance", "_is_closed", "_post", "jobs")
 
@@ -199,7 +201,7 @@ class VirtualWorker:
         self.jobs: deque[Callable[[], None]] = deque()
 
     def submit(self, work: Callable[[], T], done: Callable[[T], object], failed: Callable[[Exception], object]) -> None:
-        """Queue `work()`; when it is run, the actor hears `done(result)`, or `failed(error)` if it raised."""
+        """Queue `work()`; when it has run, post `done(result)` to the actor, or `failed(error)` if the work raised."""
 
         def job() -> None:
             try:
@@ -212,7 +214,7 @@ class VirtualWorker:
             self.jobs.append(job)
 
     def close(self, *, drop: bool = False) -> None:
-        """Take no more work; with `drop`, of what is queued no more is done than what may just be being done."""
+        """Accept no more jobs; with `drop`, drop the queued ones, except by chance the first, which may be running."""
         self._is_closed = True
         if drop and self.jobs:
             being_done = self.jobs[0]
@@ -222,11 +224,11 @@ class VirtualWorker:
 
     @property
     def is_over(self) -> bool:
-        """Nothing is left to do, and nothing will come."""
+        """Whether the worker is closed and its last job has run."""
         return self._is_closed and not self.jobs
 
     def is_ready(self) -> bool:
-        """Whether there is a job to run."""
+        """Return whether there is a job to run."""
         return bool(self.jobs)
 
     def step(self) -> None:

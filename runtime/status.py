@@ -316,7 +316,7 @@ class StatusBoard:
                 )
                 self._health.recovered(message)
             case observer.GaveUp(reason):
-                self.fail(errors.ModelUnavailable(f"the executor does not come up: {reason}"))
+                self.fail(errors.ModelUnavailable(f"the executor does not start: {reason}"))
                 if self.ready.exception() is None:
                     self._callbacks.gave_up(reason)
             case _:

@@ -474,7 +474,7 @@ async def test_the_journal_of_another_model_stays_as_it_is(journal: Path) -> Non
 async def test_a_journal_that_is_being_written(journal: Path) -> None:
     async with gated(journal=journal, resume=True) as (engine, gate):
         stream = engine.stream("a request", max_tokens=5)
-        with pytest.raises(errors.ConfigError, match="another journal is being written"):
+        with pytest.raises(errors.ConfigError, match="is in use by another engine"):
             await stub_engine(journal=journal, resume=True).start()
         gate.allow()
         assert (await stream.result()).token_ids == expected_tokens("a request", 5)

@@ -35,7 +35,7 @@ from cuelight.stream import Result, Stream
 B = TypeVar("B")
 
 CONTROL_MESSAGES_MAX = 32
-"""Largest number of messages in a mailbox to which `explain`, `set_policy` or `forget_prefixes` adds one."""
+"""Length of a mailbox from which on `explain`, `set_policy` and `forget_prefixes` raise EngineBusy."""
 
 
 class Engine:
@@ -165,8 +165,9 @@ class Engine:
     def resume(self, request_id: int, position: int = 0, *, tenant: str = "") -> Stream:
         """Return the stream of a request that an earlier process had accepted.
 
-        For an engine with the options `journal` and `resume`. The request has been running since the start. Leaving the
-        stream cancels the request, as with `stream`.
+        For an engine with the options `journal` and `resume`. The request has been running since the engine's start; it
+        is cancelled after `resume_seconds` unless it is resumed. Leaving the stream cancels the request, as with
+        `stream`.
 
         Args:
             request_id: the request's id in the earlier process, see `unclaimed`.

@@ -209,10 +209,10 @@ class Health:
         state: `"starting"`, `"serving"`, `"recovering"` (requests wait until lost blocks are recomputed), `"draining"`
             (present requests are finished, new ones refused), `"unavailable"` (the engine broke or failed to start),
             or `"closed"`.
-        reason: why the engine is recovering or unavailable; empty otherwise.
+        reason: why the engine is recovering or became unavailable; empty otherwise.
         phase: the present phase of the engine's or an executor's start; empty when none is starting.
         load_phases: seconds of each phase of the executor's last start.
-        restarts: crashes of each actor.
+        restarts: the number of crashes, by actor.
         crashes: the last eight crashes, oldest first.
         last_recovery: the duration of the last recovery from a loss of the executor or the cache manager.
     """

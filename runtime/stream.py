@@ -171,7 +171,7 @@ class Inbox:
 
 
 class _Lease:
-    """Cancels the request when it is deleted; a stream holds it until it is dropped."""
+    """Cancels the request when it is deleted; the stream and its readers hold it."""
 
     def __init__(self, inbox: Inbox, cancel: Callable[[RequestId], None], cancel_later: Callable[[RequestId], None]):
         self.inbox = inbox

@@ -227,7 +227,7 @@ class Lifecycle:
             self.running.requests.resend_soon()
 
     def _actor_crashed(self, crash: ActorCrashed) -> None:
-        """Record a crash, and repeat to the new actor what it must receive again."""
+        """Record a crash, fail the request at fault, and repeat a reload to a new scheduler."""
         assert self.running is not None, "actors start after `running` is set"
         self.health.crashed(crash)
         self.running.board.life_over(crash.actor)

@@ -76,7 +76,10 @@ class Header(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RestoredState:
-    """The state of an earlier process. `model` is the fingerprint of its last model, `header` names the first."""
+    """The state of an earlier process.
+
+    `header` has the model that served when the file was begun; `model` is the fingerprint of the last one.
+    """
 
     header: Header
     model: str
@@ -132,7 +135,7 @@ class _Reading:
             self._now = record.seconds
             if isinstance(record, Recorded):
                 self._apply(record)
-        # Deadlines go on between the last record and the present, when no process ran.
+        # Deadlines include the time between the last record and the present, when no process ran.
         downtime = max(0.0, time_of_day - self._header.written_at - (self._now - self._header.clock))
         requests = [
             RestoredRequest(

@@ -38,7 +38,7 @@ log = get_logger("cuelight.engine")
 class RotatingJournal:
     """The tap of an engine with `resume`: a journal that is replaced when its file has grown too large.
 
-    The new file's header has the unfinished requests; the records of all others are dropped.
+    The new file's header has the unfinished and recently ended requests; the old file's records are dropped.
     """
 
     def __init__(self, journal: Journal, origin: Origin, clock: Callable[[], float], unfinished: Unfinished) -> None:

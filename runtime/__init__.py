@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = ["Chat", "Chunk", "Engine", "EngineError", "EngineStats", "Health", "Result", "Stream", "model_path"]
 
-# Every import below this package runs this file first, so nothing is loaded before it is asked for.
+# Every import of a submodule runs this file first, so names are imported on first access.
 _HOMES = {
     "Chat": "cuelight.chat",
     "Chunk": "cuelight.messages.client",

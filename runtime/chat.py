@@ -1,4 +1,4 @@
-"""A chat that remembers what was said."""
+"""A conversation with the model, turn by turn."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from cuelight.stream import Inbox, Stream
 
 
 class Chat:
-    """A conversation: each answer is generated from all turns before it, whose K/V the prefix cache keeps.
+    """A conversation whose answers are generated from all turns before them, made by `Engine.chat`.
 
-    An answer that was broken off stays in the conversation as far as it came; one that was refused or failed, or never
-    began, leaves no trace, so it can be asked again.
+    The prefix cache keeps the blocks of earlier turns, so that only new turns are computed. A cancelled answer stays in
+    the conversation as far as it was generated. A question that was refused, failed, or got no output is not added, so
+    it can be asked again.
     """
 
     def __init__(
@@ -25,15 +26,16 @@ class Chat:
         self._options = options
         self._turns: list[Turn] = [] if system is None else [Turn("system", system)]
         self._asked: Turn | None = None
-        # The answer's inbox, not its stream: a stream that nobody else holds must be free to end.
+        # The answer's inbox, not its stream: a reference to the stream would keep it from being dropped and cancelled.
         self._answer: Inbox | None = None
 
     def say(self, text: str, **options: Unpack[RequestOptions]) -> Stream:
-        """Ask, and stream the answer; `options` override the chat's own.
+        """Submit a user message and return the stream of the answer; `options` override those of the chat.
 
         Raises:
             ChatBusy: the previous answer is still streaming.
-            RequestRejected, EngineUnavailable: as `Engine.stream`.
+            RequestRejected: as for `Engine.stream`.
+            EngineUnavailable: as for `Engine.stream`.
         """
         self._settle()
         if self._answer is not None:
@@ -46,12 +48,12 @@ class Chat:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The conversation so far, as role and content; an answer joins it when it is over."""
+        """The conversation so far, as a role and content for each message; an answer is added once it has ended."""
         self._settle()
         return [{"role": turn.role, "content": turn.content} for turn in self._turns]
 
     def _settle(self) -> None:
-        """Take the last answer into the conversation if it is over."""
+        """Add the last question and answer to the turns, if the answer has ended."""
         answer = self._answer
         if answer is None or self._asked is None or not answer.over:
             return

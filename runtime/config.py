@@ -1,4 +1,4 @@
-"""An engine's options, checked, and what its model's folder says about the model. Imports no torch."""
+"""The options of an engine, and their checks. Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ OPTIONAL_COUNTS: Mapping[str, int] = {
     "host_kv_cache_bytes": 1,
     "seed": 0,
 }
-"""Options that are None or a whole number, and the least that it may be."""
+"""Options that are None or a whole number, and the smallest allowed number."""
 WEIGHT_MIN = 1e-6
 WEIGHT_MAX = 1e6
-"""Beyond, a tenant's counter would be lost in rounding."""
+"""Weights outside `WEIGHT_MIN` to `WEIGHT_MAX` would lose a tenant's service counter to rounding."""
 SHOWN_MAX = 80
-"""Characters of a value in a message."""
+"""Largest number of characters of a value in an error message."""
 
 POLICIES = ("fcfs", "priority", "deadline", "fair")
 
@@ -139,16 +139,16 @@ class EngineConfig:
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> EngineConfig:
-        """The configuration with these options. Raises ConfigError for a name that does not exist, too."""
+        """Return the configuration with these options. Raises ConfigError for an unknown name, too."""
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
-                raise ConfigError(f"unknown option {name!r}; there are {', '.join(names)}")
-        return cls(**options)  # type: ignore[arg-type]  # __post_init__ checks what the values are
+                raise ConfigError(f"unknown option {name!r}; the options are {', '.join(names)}")
+        return cls(**options)  # type: ignore[arg-type]  # __post_init__ checks the types
 
     @property
     def tenants(self) -> tuple[str, ...] | None:
-        """Those whose requests are accepted; None is any."""
+        """The tenants whose requests are accepted; None accepts any tenant."""
         return None if self.tenant_weights is None else tuple(self.tenant_weights)
 
     def __post_init__(self) -> None:
@@ -156,7 +156,9 @@ class EngineConfig:
             if not is_one_of(allowed, value := getattr(self, name)):
                 raise ConfigError(f"{name} must be one of {_listed(allowed)}, not {shown(value)}")
         if self.decoder == "native" and self.attention != "auto":
-            raise ConfigError(f"attention {self.attention!r} needs decoder 'transformers': the native one has its own")
+            raise ConfigError(
+                f"attention {self.attention!r} needs decoder 'transformers', not 'native', which has its own attention"
+            )
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be a name such as 'cpu' or 'cuda', not {shown(self.device)}")
         if not isinstance(self.journal, str | os.PathLike | None):
@@ -183,7 +185,7 @@ class EngineConfig:
         if not isinstance(self.resume, bool):
             raise ConfigError(f"resume must be True or False, not {shown(self.resume)}")
         if self.resume and self.journal is None:
-            raise ConfigError("resume needs the journal to go on from: give journal=..., too")
+            raise ConfigError("resume needs a journal: give journal=..., too")
         if not is_positive(self.resume_seconds):
             raise ConfigError(f"resume_seconds must be a number above 0, not {shown(self.resume_seconds)}")
 
@@ -193,7 +195,7 @@ class EngineConfig:
             raise ConfigError(f"memory_fraction must be a number above 0, at most 1, not {shown(fraction)}")
         _check_count("host_block_count", self.host_block_count, at_least=0)
         if self.host_kv_cache_bytes is not None and self.host_block_count:
-            raise ConfigError("host_block_count and host_kv_cache_bytes say the same: give one of them")
+            raise ConfigError("host_block_count and host_kv_cache_bytes both set the host memory: give one of them")
 
 
 class EngineOptions(TypedDict, total=False):
@@ -267,7 +269,7 @@ class RequestOptions(SamplingOptions, ServiceOptions, total=False):
 
 
 def check_policy(policy: object, aging_seconds: object, tenant_weights: object) -> None:
-    """Raises ConfigError for a policy that does not exist, or that cannot be had with these numbers."""
+    """Raise ConfigError for an unknown policy, and for invalid aging seconds or tenant weights."""
     if not is_one_of(POLICIES, policy):
         raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {shown(policy)}")
     if not is_positive(aging_seconds):
@@ -289,21 +291,21 @@ def _listed(allowed: Iterable[str | None]) -> str:
 
 
 def is_one_of(names: Iterable[str | None], value: object) -> bool:
-    """Whether this is one of the names; never raises, as comparing with just anything may."""
+    """Return whether `value` is one of `names`. Never raises, whereas comparing arbitrary objects may."""
     return isinstance(value, str | None) and value in tuple(names)
 
 
 def shown(value: object) -> str:
-    """A value in a message to whoever gave it, whatever it is."""
+    """Return a short text of any value for an error message. Never raises."""
     try:
         text = repr(value)
-    except Exception:  # it is the caller's own, or a number of more digits than Python writes
+    except Exception:  # from the caller's own `__repr__`, or an integer with more digits than Python converts
         return f"a {type(value).__name__}"
     return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
 
 
 def is_positive(value: object) -> TypeGuard[int | float]:
-    """Whether this is a number that a float can hold, above 0."""
+    """Return whether `value` is a number above 0 that fits a float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 

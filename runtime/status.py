@@ -1,4 +1,4 @@
-"""An engine's figures: requests and blocks at this moment, and totals that survive whoever counts them."""
+"""An engine's statistics and health: figures that survive restarts of the actors that report them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,30 @@ F = TypeVar("F", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Requests and blocks now, totals since the start. A block that is only cached counts as free.
+    """The present number of requests and blocks, and totals since the start.
 
-    Of `budget_tokens`, the token budgets of all steps, `scheduled_tokens` were used. Of `tokens_looked_up`, those of
-    all admissions, those after a preemption too, `tokens_found` were cached.
+    Attributes:
+        running: requests that hold blocks.
+        waiting: requests that wait for admission.
+        blocks_total: blocks of the KV pool.
+        blocks_free: blocks that no request holds, those with cached prefixes included.
+        blocks_cached: blocks in the prefix cache, whether or not a request holds them.
+        evictions: blocks removed from the prefix cache to be used for other tokens.
+        steps: steps computed.
+        preemptions: requests that lost their blocks to other requests.
+        finished: requests that have ended.
+        prompt_tokens: prompt tokens of ended requests.
+        cached_tokens: those of `prompt_tokens` that were in the prefix cache at the first admission.
+        output_tokens: output tokens of ended requests.
+        scheduled_tokens: tokens computed in all steps, of `budget_tokens`.
+        budget_tokens: the token budgets of all steps.
+        tokens_looked_up: tokens of all admissions, those after a preemption included.
+        tokens_found: tokens of `tokens_looked_up` that were cached.
+        host_blocks_total: blocks in host memory.
+        host_blocks_used: blocks in host memory that are in use.
+        blocks_saved: blocks copied to host memory.
+        blocks_loaded: blocks copied back from host memory.
+        blocks_forked: half-full blocks copied for another sample of the same prompt.
     """
 
     running: int
@@ -71,50 +91,53 @@ BLOCK_TOTALS: Final = (
 
 
 class _Counted(Generic[F]):
-    """What one actor says, with the `totals` of its earlier lives on top."""
+    """The latest figures of one actor; those named in `totals` include the totals of its earlier lives."""
 
-    def __init__(self, nothing: F, totals: tuple[str, ...]) -> None:
-        self.latest = self._before = nothing
+    def __init__(self, zero: F, totals: tuple[str, ...]) -> None:
+        self.latest = self._before = zero
         self._totals = totals
 
-    def hear(self, told: F) -> None:
+    def hear(self, figures: F) -> None:
         before = self._before
-        sums: dict[str, int] = {name: getattr(before, name) + getattr(told, name) for name in self._totals}
-        self.latest = msgspec.structs.replace(told, **sums)
+        sums: dict[str, int] = {name: getattr(before, name) + getattr(figures, name) for name in self._totals}
+        self.latest = msgspec.structs.replace(figures, **sums)
 
     def life_over(self) -> None:
         self._before = self.latest
 
 
 class Figures:
-    """The latest figures of whoever counts requests and blocks."""
+    """The latest figures of the scheduler (requests) and of the cache manager (blocks)."""
 
     def __init__(self) -> None:
         self._requests = _Counted(RequestFigures(), REQUEST_TOTALS)
         self._blocks = _Counted(BlockFigures(), BLOCK_TOTALS)
 
-    def hear(self, told: RequestFigures | BlockFigures) -> None:
-        """From an actor, about its present life."""
-        if isinstance(told, RequestFigures):
-            self._requests.hear(told)
+    def hear(self, figures: RequestFigures | BlockFigures) -> None:
+        """Store an actor's figures, which count from the start of its present life."""
+        if isinstance(figures, RequestFigures):
+            self._requests.hear(figures)
         else:
-            self._blocks.hear(told)
+            self._blocks.hear(figures)
 
     def life_over(self, actor: str) -> None:
-        """The next life of this actor counts from nothing. What this one had not said yet is not in the totals."""
+        """Add the totals of an actor's life to those of the next, which counts from zero.
+
+        Figures that the actor had not reported before it crashed are lost.
+        """
         if actor == "scheduler":
             self._requests.life_over()
         elif actor == "cache":
             self._blocks.life_over()
 
     def clear(self) -> None:
-        """Nothing runs, waits or holds blocks any more; the totals stay."""
+        """Set running and waiting requests to zero and free all blocks; totals are kept."""
         self._requests.latest = msgspec.structs.replace(self._requests.latest, running=0, waiting=0)
         blocks = self._blocks.latest
         self._blocks.latest = msgspec.structs.replace(blocks, blocks_free=blocks.blocks_total)
 
     def stats(self) -> EngineStats:
-        """Of requests and blocks."""
+        """Return the figures as one snapshot."""
         return _stats(self._requests.latest, self._blocks.latest)
 
 
@@ -145,7 +168,7 @@ def _stats(requests: RequestFigures, blocks: BlockFigures) -> EngineStats:
 
 
 NO_STATS: Final = _stats(RequestFigures(), BlockFigures())
-"""Before the start."""
+"""The statistics of an engine before its start."""
 
 
 State: TypeAlias = Literal["starting", "serving", "recovering", "draining", "unavailable", "closed"]
@@ -156,7 +179,7 @@ ERROR_CHARS_MAX: Final = 500
 
 @dataclass(frozen=True)
 class Crash:
-    """One end of an actor that was not in order, and how long ago it was."""
+    """One crash of an actor, and how long ago it was."""
 
     actor: str
     error: str
@@ -165,8 +188,12 @@ class Crash:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Seconds from the loss of what was computed until a new executor lived, that it loaded for, and from then on until
-    a first step was done.
+    """The duration of a recovery in seconds, by phase.
+
+    Attributes:
+        start_seconds: from the loss of the computed blocks until a new executor ran.
+        load_seconds: the time for which that executor loaded the model.
+        recompute_seconds: from then until the first step was done.
     """
 
     start_seconds: float
@@ -176,17 +203,18 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Health:
-    """An engine at this moment.
+    """An engine's state, recent crashes and last recovery.
 
     Attributes:
-        state: "starting"; "serving"; "recovering" (requests wait until what was lost is computed again); "draining"
-            (those under way are finished, new ones refused); "unavailable" (it has given up); "closed".
-        reason: why it does not just serve; empty where it does.
-        phase: of the engine's start, or an executor's, while that is under way.
-        load_phases: how many seconds each phase of its last start took.
-        restarts: how often each actor has crashed and was replaced.
-        crashes: the last eight, oldest first.
-        last_recovery: how long it took to compute again after the executor or the cache manager was lost.
+        state: `"starting"`, `"serving"`, `"recovering"` (requests wait until lost blocks are recomputed), `"draining"`
+            (present requests are finished, new ones refused), `"unavailable"` (the engine broke or failed to start),
+            or `"closed"`.
+        reason: why the engine is recovering or became unavailable; empty otherwise.
+        phase: the present phase of the engine's or an executor's start; empty when none is starting.
+        load_phases: seconds of each phase of the executor's last start.
+        restarts: the number of crashes, by actor.
+        crashes: the last eight crashes, oldest first.
+        last_recovery: the duration of the last recovery from a loss of the executor or the cache manager.
     """
 
     state: State
@@ -199,7 +227,7 @@ class Health:
 
 
 class HealthRecord:
-    """What has been heard so far."""
+    """The present state and the recent crashes of an engine, from which `snapshot` makes a `Health`."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -212,41 +240,41 @@ class HealthRecord:
         self._crashes: deque[tuple[float, str, str]] = deque(maxlen=CRASHES_REMEMBERED)
 
     def enter(self, state: State, reason: str = "") -> None:
-        """The engine is in this state from now on. One that has ended stays so, and keeps its reason."""
+        """Change the state, unless the engine has ended: "unavailable" only becomes "closed", and keeps its reason."""
         if self._state == "closed" or (self._state == "unavailable" and state != "closed"):
             return
         self._reason = reason or (self._reason if state == "closed" else "")
         self._state = state
 
     def loading(self, phase: str) -> None:
-        """The start has come to this phase."""
+        """Set the present phase of a start."""
         self._phase = phase
 
     def loaded(self, phases: Mapping[str, float]) -> None:
-        """The executor is there."""
+        """Record the duration of each phase of an executor's start, which is done."""
         self._phase = ""
         self._load_phases = phases
 
     def recovering(self, reason: str) -> None:
-        """What was computed is lost. A drain goes on meanwhile."""
+        """Change the state to "recovering", unless the engine drains or does not serve."""
         if self._state in ("serving", "recovering"):
             self.enter("recovering", reason)
 
-    def recovered(self, told: Recovered) -> None:
-        """It has been computed again, as far as anybody needs it."""
+    def recovered(self, recovered: Recovered) -> None:
+        """Record the duration of a recovery that is done, and change the state back to "serving"."""
         self._phase = ""
-        self._recovery = Recovery(told.start_seconds, told.load_seconds, told.recompute_seconds)
+        self._recovery = Recovery(recovered.start_seconds, recovered.load_seconds, recovered.recompute_seconds)
         if self._state == "recovering":
             self.enter("serving")
 
     def crashed(self, crash: ActorCrashed) -> None:
-        """An actor has come to an end."""
+        """Record an actor's crash."""
         self._restarts[crash.actor] += 1
-        # In words: the crash itself holds all that the actor has held.
+        # As text, since the exception's traceback keeps the dead actor's objects alive.
         self._crashes.append((self._now(), crash.actor, str(crash)[:ERROR_CHARS_MAX]))
 
     def snapshot(self) -> Health:
-        """As of now."""
+        """Return the present health."""
         now = self._now()
         return Health(
             state=self._state,
@@ -264,20 +292,20 @@ log = get_logger("cuelight.engine")
 
 @dataclass(frozen=True)
 class StatusCallbacks:
-    """Whom the board calls, within an actor's handler."""
+    """Functions that the board calls within an actor's handler."""
 
     intake_restarted: Callable[[], object]
-    """Intake is new, and knows of no request."""
+    """Called when a new intake, which has no requests, is ready."""
     gave_up: Callable[[str], object]
-    """The scheduler will serve nobody any more."""
+    """Called with the reason when the scheduler has given up on the executor."""
     phase: Callable[[str], object] = lambda _: None
-    """What the executor is at while the engine starts, for people."""
+    """Called with each phase of the executor's load during the engine's start, to be shown."""
     note: Callable[[str], object] = lambda _: None
-    """What came of it."""
+    """Called with a line that sums up the executor's load during the engine's start, to be shown."""
 
 
 class StatusBoard:
-    """The engine's own address: keeps the latest figures and wakes whoever waits for the start."""
+    """The observer's address: stores the actors' figures and health, and completes `ready` when the engine is ready."""
 
     def __init__(self, health: HealthRecord, callbacks: StatusCallbacks) -> None:
         self._figures = Figures()
@@ -288,20 +316,20 @@ class StatusBoard:
         self._loaded: observer.Loaded | None = None
 
     def tell(self, message: observer.ObserverMessage, /) -> None:
-        """Hear from the actors."""
+        """Receive a message from an actor."""
         if self._cleared:
             return
         match message:
             case observer.RequestFigures() | observer.BlockFigures():
                 self._figures.hear(message)
             case observer.Ready():
-                self._hear_ready(message)
+                self._on_ready(message)
             case observer.Loading(phase):
                 self._health.loading(phase)
-                if not self.ready.done():  # later nobody waits for it
+                if not self.ready.done():  # phases of later starts are not shown
                     self._callbacks.phase(phase)
             case observer.Loaded():
-                self._hear_loaded(message)
+                self._on_loaded(message)
             case observer.LoadFailed(error):
                 self.fail(errors.ModelUnavailable(error))
             case observer.Recovering(reason):
@@ -316,43 +344,43 @@ class StatusBoard:
                 )
                 self._health.recovered(message)
             case observer.GaveUp(reason):
-                self.fail(errors.ModelUnavailable(f"the executor does not come up: {reason}"))
+                self.fail(errors.ModelUnavailable(f"the executor does not start: {reason}"))
                 if self.ready.exception() is None:
                     self._callbacks.gave_up(reason)
             case _:
                 assert_never(message)
 
-    def _hear_ready(self, ready: observer.Ready) -> None:
+    def _on_ready(self, ready: observer.Ready) -> None:
         if not self.ready.done():
             self.ready.set_result(ready)
         elif self.ready.exception() is None:
             self._callbacks.intake_restarted()
 
-    def _hear_loaded(self, loaded: observer.Loaded) -> None:
-        if loaded == self._loaded:  # told again by a new scheduler
+    def _on_loaded(self, loaded: observer.Loaded) -> None:
+        if loaded == self._loaded:  # repeated by a new scheduler
             return
         self._loaded = loaded
         self._health.loaded(dict(loaded.phases))
         log.info("executor_ready", seconds=round(loaded.seconds, 3), **phase_facts(loaded.phases))
         if not self.ready.done():
-            spent = ", ".join([f"{name} {seconds:.1f} s" for name, seconds in loaded.phases])
-            self._callbacks.note(f"loaded the model in {loaded.seconds:.1f} s" + (f": {spent}" if spent else ""))
+            phases = ", ".join([f"{name} {seconds:.1f} s" for name, seconds in loaded.phases])
+            self._callbacks.note(f"loaded the model in {loaded.seconds:.1f} s" + (f": {phases}" if phases else ""))
 
     def life_over(self, actor: str) -> None:
-        """The next life of this actor counts from nothing."""
+        """Add the totals of an actor's life to those of the next, which counts from zero."""
         self._figures.life_over(actor)
 
     def fail(self, error: errors.EngineError) -> None:
-        """The engine will not become ready."""
+        """Fail `ready`, unless it is done."""
         if not self.ready.done():
             self.ready.set_exception(error)
-            self.ready.exception()  # whoever waited may be gone, which is no reason to complain
+            self.ready.exception()  # a cancelled start does not retrieve it, which asyncio would log
 
     def clear(self) -> None:
-        """Nothing runs, waits or holds blocks any more; the totals stay."""
+        """Set running and waiting requests to zero, free all blocks, and ignore later messages; totals are kept."""
         self._cleared = True
         self._figures.clear()
 
     def stats(self) -> EngineStats:
-        """The figures, of requests and blocks."""
+        """Return the latest figures."""
         return self._figures.stats()

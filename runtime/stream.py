@@ -1,4 +1,4 @@
-"""The client's end of a request: an async iterator over its output, whose loss cancels the request."""
+"""The client's end of a request: an async iterator over its output; dropping it cancels the request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFUSALS: dict[Refusal, type[errors.RequestRejected]] = {
 
 
 def rejection(refusal: Refusal, reason: str, retry_after_seconds: float | None) -> errors.RequestRejected:
-    """The exception for what intake refuses."""
+    """Return the exception for a refusal of intake."""
     if refusal is Refusal.QUEUE_FULL:
         return errors.QueueFull(reason, retry_after_seconds)
     return REFUSALS[refusal](reason)
@@ -33,9 +33,13 @@ def rejection(refusal: Refusal, reason: str, retry_after_seconds: float | None) 
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds from the submission: to the first blocks, to the first token, and to the end.
+    """Durations of a request in seconds.
 
-    Of the whole, it ran for `running_seconds`; the rest it waited, after a preemption too.
+    Attributes:
+        queued_seconds: from the submission to the admission.
+        first_token_seconds: from the submission to the first token; to the end if there was no token.
+        total_seconds: from the submission to the end.
+        running_seconds: the part of `total_seconds` in which the request held blocks.
     """
 
     queued_seconds: float
@@ -46,7 +50,16 @@ class Timings:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished request. `text` is one decode of `token_ids`, cut before a stop string; `token_ids` has them all."""
+    """The whole output of a finished request.
+
+    Attributes:
+        request_id: the request's id, as `Engine.explain` takes it.
+        text: the decoded `token_ids`, cut before a stop string.
+        token_ids: all output tokens, including those of a stop string up to its completion.
+        finish_reason: why the output ended.
+        usage: numbers of tokens.
+        timings: durations.
+    """
 
     request_id: RequestId
     text: str
@@ -57,7 +70,7 @@ class Result:
 
 
 class Inbox:
-    """What the actors know of a stream: an address that gathers its output. Holds no reference to the stream."""
+    """The address that collects a stream's output. Holds no reference to the stream, so that dropping it is noticed."""
 
     def __init__(
         self,
@@ -67,8 +80,10 @@ class Inbox:
         before_read: Callable[[], object] = lambda: None,
         check_here: Callable[[], None] = lambda: None,
     ) -> None:
-        """`before_read` is called before any of what has come is given to the client, `check_here` before it waits:
-        that raises EngineUnavailable where nobody could wake it, in another thread or loop than the engine's.
+        """`before_read` is called before output is returned to the client.
+
+        `check_here` is called before a wait, and raises EngineUnavailable in another thread or loop than the engine's,
+        where the wait could not be woken.
         """
         self.request_id = request_id
         self.before_read = before_read
@@ -88,7 +103,7 @@ class Inbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def tell(self, message: ClientMessage, /) -> None:
-        """Hear from intake or the detokenizer."""
+        """Receive a message from intake or the detokenizer; ignored once the request has ended."""
         if self.ended_at is not None:
             return
         match message:
@@ -104,7 +119,7 @@ class Inbox:
                 self.end = message
                 self._finish()
             case Rejected(refusal=Refusal.QUEUE_FULL) if self.is_accepted:
-                pass  # a copy that was sent before it was accepted; a later one says that it was
+                pass  # the reply to an earlier submission; a repeated one was accepted
             case Rejected():
                 self.error = rejection(message.refusal, message.reason, message.retry_after_seconds)
                 self._finish()
@@ -112,24 +127,24 @@ class Inbox:
                 assert_never(message)
 
     def _take(self, chunk: Chunk) -> None:
-        """New output. A new detokenizer tells again what the one before told: the same tokens, with the same text."""
+        """Append new output; ignore tokens that a new detokenizer sends again, which have the same text."""
         if self.cancelled or chunk.position < len(self.token_ids) or (not chunk.token_ids and self._is_flushed):
             return
         assert chunk.position == len(self.token_ids), "a stream does not skip a token"
         if self.first_token_at is None:
             self.first_token_at = self._now()
-        self._is_flushed = not chunk.token_ids  # the text that was held back, which comes last
+        self._is_flushed = not chunk.token_ids  # the last chunk is text that was held back, without tokens
         self.texts.append(chunk.text)
         self.token_ids.extend(chunk.token_ids)
         self._wake()
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will be read from this stream."""
+        """Whether the request has ended or was cancelled."""
         return self.cancelled or self.ended_at is not None
 
     def fail(self, error: errors.EngineError) -> None:
-        """The engine can serve this request no longer."""
+        """End the request with `error`, unless it has ended."""
         if self.ended_at is None:
             self.error = error
             self._finish()
@@ -144,10 +159,10 @@ class Inbox:
             self._waiter.set_result(None)
 
     async def change(self) -> None:
-        """Wait for the next message. For one waiter at a time."""
+        """Wait for the next message. Raises RuntimeError for a second concurrent wait, and as `check_here`."""
         self._check_here()
         if self._waiter is not None:
-            raise RuntimeError("a stream has one reader at a time")
+            raise RuntimeError("a stream can be read by one task at a time")
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -156,7 +171,7 @@ class Inbox:
 
 
 class _Lease:
-    """Held by a stream and its reader: when both are gone before the end, the request is cancelled."""
+    """Cancels the request when it is deleted; the stream and its readers hold it."""
 
     def __init__(self, inbox: Inbox, cancel: Callable[[RequestId], None], cancel_later: Callable[[RequestId], None]):
         self.inbox = inbox
@@ -170,7 +185,7 @@ class _Lease:
             self._cancel(self.inbox.request_id)
 
     def cancel_later(self) -> None:
-        """Cancel from a finalizer: any thread, in the middle of anything."""
+        """Cancel from a finalizer, which may run in any thread at any moment."""
         if not self.inbox.over:
             self.inbox.cancelled = True
             self._cancel_later(self.inbox.request_id)
@@ -180,11 +195,16 @@ class _Lease:
 
 
 class Stream:
-    """One request's output: iterate over it for chunks, or await `result()` for the whole.
+    """The output of one request: iterate over it for chunks, or await `result()` for the whole.
 
-    Leaving the iteration, cancelling the task that waits, `aclose()`, or dropping the last reference cancels the
-    request and frees its blocks. A slow reader gets larger chunks. Errors of the request are raised by the iteration
-    and by `result()`: RequestRejected, RequestFailed or EngineUnavailable.
+    The request is cancelled and its blocks are freed when the iteration is left early, the waiting task is cancelled,
+    `aclose()` is called, or the last reference to the stream is dropped. A slow reader receives larger chunks. One task
+    may read at a time.
+
+    Raises:
+        RequestRejected: the request was refused; from the iteration and `result()`, as are the others.
+        RequestFailed: the request was accepted and then failed.
+        EngineUnavailable: the engine was stopped or broke, or the stream is read in another thread or event loop.
     """
 
     def __init__(self, lease: _Lease, position: int = 0) -> None:
@@ -194,16 +214,16 @@ class Stream:
 
     @property
     def request_id(self) -> RequestId:
-        """The request's number within its engine."""
+        """The request's id, unique within its engine."""
         return self.inbox.request_id
 
     @property
     def inbox(self) -> Inbox:
-        """Where the output gathers."""
+        """The address that collects the output."""
         return self._lease.inbox
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
-        # Only the loop holds the reader, so leaving the loop drops it, even while the stream itself lives on.
+        # Only the `async for` holds the reader, so leaving it drops the reader even if the stream is still referenced.
         return _Reader(self._lease, self._position)
 
     async def __anext__(self) -> Chunk:
@@ -212,7 +232,10 @@ class Stream:
         return await self._reader.__anext__()
 
     async def result(self) -> Result:
-        """Wait for the end and return the whole output, whether or not parts were read before."""
+        """Wait for the end and return the whole output, including chunks that were read before.
+
+        Cancelling this call cancels the request. Raises as the iteration does.
+        """
         inbox = self.inbox
         try:
             while inbox.ended_at is None:
@@ -227,7 +250,7 @@ class Stream:
         return _result(inbox, inbox.end)
 
     async def aclose(self) -> None:
-        """Cancel the request unless it is over. Does not wait for the engine."""
+        """Cancel the request, unless it has ended. Does not wait for the engine."""
         self._lease.cancel()
 
     async def __aenter__(self) -> Self:
@@ -238,11 +261,11 @@ class Stream:
 
 
 class _Reader:
-    """The position of one iteration. Dropping it before the end cancels the request."""
+    """One iteration over a stream. Dropping it before the end cancels the request."""
 
     def __init__(self, lease: _Lease, position: int) -> None:
         self._lease = lease
-        self._texts_read = position  # each token comes with a text of its own
+        self._texts_read = position  # one text per token
         self._tokens_read = position
 
     def __aiter__(self) -> Self:
@@ -263,7 +286,7 @@ class _Reader:
         return self._take(inbox)
 
     def _take(self, inbox: Inbox) -> Chunk:
-        """Everything that has come since the last chunk, as one."""
+        """Return all output since the last chunk as one chunk."""
         inbox.before_read()
         text = "".join(inbox.texts[self._texts_read :])
         chunk = Chunk(inbox.request_id, self._tokens_read, tuple(inbox.token_ids[self._tokens_read :]), text)
@@ -295,8 +318,8 @@ def open_stream(
     cancel_later: Callable[[RequestId], None],
     position: int = 0,
 ) -> Stream:
-    """A stream over `inbox`, read from the output token at `position` on.
+    """Return a stream over `inbox` whose iteration starts at the output token `position`.
 
-    `cancel_later` may be called from any thread, at any moment.
+    `cancel_later` is called from any thread, at any moment.
     """
     return Stream(_Lease(inbox, cancel, cancel_later), position)

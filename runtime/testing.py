@@ -1,7 +1,7 @@
 """An engine without a model, for tests of programs that embed one: the real actors around an executor without weights.
 
-Tokens are UTF-8 bytes, so everything about a request can be told by counting; what is "generated" are letters that
-depend on all the text before them and on nothing else. Loads neither torch nor transformers.
+Tokens are UTF-8 bytes, so that token counts are lengths of texts. The output is letters, each a pure function of all
+tokens before it. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -49,36 +49,45 @@ def stub_engine(
     models: Mapping[str, Callable[[Sequence[int]], int]] | None = None,
     **options: Unpack[EngineOptions],
 ) -> Engine:
-    """An engine to start and use like any other, which answers at once and always the same.
+    """Return an engine that is used like any other, and answers at once and deterministically.
 
-    `next_token` gives the token that follows all those before it, prompt included: a byte or `END_TOKEN`. It is called
-    on a thread; if it raises, the step fails. With `executor="process"` it must be a function of a module. Options are
-    those of `Engine`; the pool has 1024 blocks by default, and of host memory none: sizes in bytes are not heeded.
+    Args:
+        next_token: returns the token, a byte or `END_TOKEN`, that follows a prompt and its output so far; by default
+            `next_letter`. Called on a thread; an exception fails the step. With `executor="process"` it must be an
+            importable function.
+        models: other models for `Engine.reload`, by name: the `next_token` of each.
+        options: the options of `Engine`. The pool has 1024 blocks by default; `kv_cache_bytes` and
+            `host_kv_cache_bytes` are ignored.
 
-    `models` are others to `reload` with, by name: of each its `next_token`.
-
-    Raises ConfigError as `Engine` does.
+    Raises:
+        ConfigError: an option is invalid.
     """
 
     def other(name: str, config: EngineConfig) -> EngineParts[StubBatch]:
         if models is None or name not in models:
-            raise ModelUnavailable(f"the stub has no model {name!r}")
+            raise ModelUnavailable(f"the stub engine has no model {name!r}: `models` has {list(models or ())}")
         return stub_parts(config, models[name])
 
     return Engine.from_parts(STUB_NAME, lambda config: stub_parts(config, next_token), other, **options)
 
 
 def crash(engine: Engine, actor: str) -> None:
-    """End one of the engine's actors as if it had raised: "intake", "scheduler", "cache", "executor", "detokenizer".
+    """End one of the engine's actors as if its handler had raised.
 
-    Another one takes its place, and no stream loses or repeats a token. Harmless where none is alive at this moment.
+    A new actor replaces it, and no stream loses or repeats a token. Does nothing if the actor is being restarted.
 
-    Raises NotStarted, and KeyError for an actor that there is not.
+    Args:
+        engine: a started engine.
+        actor: "intake", "scheduler", "cache", "executor" or "detokenizer".
+
+    Raises:
+        NotStarted: the engine has no actors yet.
+        KeyError: the engine has no actor of this name.
     """
     if engine.system is None:
-        raise NotStarted("start the engine first: there is nobody to crash")
+        raise NotStarted(f"start the engine first: it has no actor {actor!r} yet")
     if actor not in ACTORS and actor not in engine.system.statistics():
-        raise KeyError(f"no actor {actor!r} is in an engine; there are {', '.join(ACTORS)}")
+        raise KeyError(f"an engine has no actor {actor!r}; it has {', '.join(ACTORS)}")
     running = engine._lifecycle.running
     name = running.models.serving if actor == "executor" and running is not None else actor
-    engine.system.kill(Role(name, object, capacity=1), "a test wants it")
+    engine.system.kill(Role(name, object, capacity=1), "crashed by cuelight.testing.crash")

@@ -1,4 +1,4 @@
-"""The `cuelight` command: one function per subcommand. Errors of ours are one line on stderr and exit status 1."""
+"""The `cuelight` command: one function per subcommand. An EngineError is a line on stderr and exit status 1."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return its exit status."""
     _open_missing()
     arguments = _parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that cannot show a character gets a question mark, not a traceback.
+        # Print a question mark for a character that the terminal's encoding lacks, instead of failing.
         sys.stdout.reconfigure(errors="replace")
     try:
         status: int = arguments.run(arguments)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_missing() -> None:
-    """Give standard files that are closed to the null device: else what is opened next gets their numbers."""
+    """Open closed standard files on the null device; else the next opened file would get their descriptors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - never closed
@@ -63,17 +63,17 @@ def _parser() -> argparse.ArgumentParser:
 
     chat = commands.add_parser("chat", allow_abbrev=False, help="talk to a model", description=_chat.__doc__)
     chat.add_argument("--model", default=DEFAULT_MODEL, help=MODEL_HELP)
-    chat.add_argument("--system", help="what the model is told before the conversation")
+    chat.add_argument("--system", help="the system message of the conversation")
     chat.add_argument("--max-tokens", type=int, default=512, help="length of an answer (default: %(default)s)")
     chat.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
-    chat.add_argument("--seed", type=int, help="makes sampled answers repeatable")
+    chat.add_argument("--seed", type=int, help="seed that makes sampled answers repeatable")
     chat.add_argument(
         "--drain-seconds",
         type=float,
         default=30.0,
-        help="so long an answer may go on after SIGTERM; a second one ends it at once (default: %(default)s)",
+        help="time for an answer to finish after SIGTERM; a second SIGTERM ends it at once (default: %(default)s)",
     )
-    chat.add_argument("prompt", nargs="?", help="answer this once and exit")
+    chat.add_argument("prompt", nargs="?", help="answer this question and exit")
     chat.set_defaults(run=_chat)
 
     fetch = commands.add_parser("pull", allow_abbrev=False, help="fetch and prepare a model", description=_pull.__doc__)
@@ -81,18 +81,18 @@ def _parser() -> argparse.ArgumentParser:
     fetch.set_defaults(run=_pull)
 
     again = commands.add_parser(
-        "replay", allow_abbrev=False, help="feed a journal to one actor again", description=_replay.__doc__
+        "replay", allow_abbrev=False, help="replay a journal's messages to one actor", description=_replay.__doc__
     )
-    again.add_argument("journal", metavar="FILE", help="what an engine with journal=FILE has recorded")
-    again.add_argument("--actor", required=True, help="whose inbox: intake, scheduler, cache, executor or detokenizer")
+    again.add_argument("journal", metavar="FILE", help="the journal of an engine with journal=FILE")
+    again.add_argument("--actor", required=True, help="intake, scheduler, cache, executor or detokenizer")
     again.set_defaults(run=_replay)
 
     trial = commands.add_parser(
-        "simulate", allow_abbrev=False, help="run the engine's cast from seeds", description=_simulate.__doc__
+        "simulate", allow_abbrev=False, help="run the engine's actors in a simulation", description=_simulate.__doc__
     )
-    trial.add_argument("--seeds", type=_count, default=100, help="how many histories (default: %(default)s)")
+    trial.add_argument("--seeds", type=_count, default=100, help="number of histories (default: %(default)s)")
     trial.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
-    trial.add_argument("--requests", type=_count, default=12, help="requests in each (default: %(default)s)")
+    trial.add_argument("--requests", type=_count, default=12, help="requests in each history (default: %(default)s)")
     trial.set_defaults(run=_simulate)
     return parser
 
@@ -104,13 +104,13 @@ def _count(text: str) -> int:
 
 
 def _pull(arguments: argparse.Namespace) -> int:
-    """Fetch a model, convert it where needed, and print the folder it is in."""
+    """Fetch a model, convert it where needed, and print its folder."""
     print(pull(arguments.model))
     return 0
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    """Answer PROMPT, or standard input where that is not a terminal, and exit; otherwise talk turn by turn."""
+    """Answer PROMPT, or standard input if that is not a terminal, and exit; otherwise chat turn by turn."""
     check_timeout(arguments.drain_seconds)
     question = _question(arguments.prompt)
     folder = model_path(arguments.model, progress=True)
@@ -134,33 +134,33 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    """Feed one actor the inbox that a journal recorded, and show the first message in which it differs."""
+    """Replay the recorded messages of one actor, and print the first message in which the actor differs."""
     from cuelight.cli.replay import replay
 
     return replay(arguments.journal, arguments.actor)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    """Run the engine's actors, without weights, through histories drawn from seeds, and check each history."""
+    """Run the engine's actors, without weights, through histories that are drawn from seeds, and check each history."""
     from cuelight.simulate.table import simulate
 
     return simulate(range(arguments.first, arguments.first + arguments.seeds), requests=arguments.requests)
 
 
 def _question(prompt: str | None) -> str | None:
-    """The one question to answer, or None where someone is at the keyboard."""
+    """Return the question to answer, or None if standard input is a terminal. Raises EmptyPrompt."""
     if prompt is None and sys.stdin.isatty():
         return None
     if prompt is None:
-        # Read as bytes: what is piped in may not be text in this locale's encoding.
+        # Read as bytes, since piped input may have another encoding than the locale.
         prompt = sys.stdin.buffer.read().decode("utf-8", "replace")
     if not prompt.strip():
-        raise EmptyPrompt("there is no question: give one as PROMPT, or on standard input")
+        raise EmptyPrompt("the question is empty: give one as PROMPT, or on standard input")
     return prompt
 
 
 def _output_lost(status: int) -> int:
-    """Whoever read it has closed it, like `head -1`, or there is no room for it."""
-    # The interpreter flushes stdout once more on exit; let that go nowhere.
+    """Redirect stdout to the null device after its reader has closed it (`head -1`) or a disk is full."""
+    # The interpreter flushes stdout once more on exit, which would fail again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status

@@ -1,4 +1,4 @@
-"""Replay of an engine's journal: the messages of one actor, sent to an actor like it again."""
+"""The `cuelight replay` command: the recorded messages of one actor, handled again by a new actor."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ from cuelight.messages.observer import ObserverMessage
 from cuelight.messages.request import Prompt
 
 SHOWN_CHARS: Final = 400
-"""Of a message that differs, so much is shown."""
+"""Largest number of characters shown of a message that differs."""
 
 
 def replay(path: str, actor: str) -> int:
-    """Replay one actor's inbox and say on standard output what came of it; returns the exit status.
+    """Replay one actor's messages, print the outcome on standard output, and return the exit status.
+
+    The status is 0 if the actor sent the recorded messages, and 1 at a difference.
 
     Raises:
-        ConfigError: the journal cannot be read, or has no such actor.
-        ModelUnavailable: intake and detokenizer need the tokenizer of the model's folder, which cannot be loaded.
+        ConfigError: the journal cannot be read, has no such actor, or its model's folder does not exist.
+        ModelUnavailable: the model's tokenizer, which intake and detokenizer need, cannot be loaded.
     """
     try:
         outcome = _replay(path, actor)
@@ -54,23 +56,25 @@ def _replay(path: str, actor: str) -> Replay:
 
 
 def _parts(origin: Origin, actor: str) -> EngineParts[None]:
-    """What the actor is built from: a tokenizer only for those who use it, and never a device."""
+    """Return the parts for the actor's spec, with a tokenizer only for intake and detokenizer, and without a device."""
     absent = _Absent()
     if actor not in ("intake", "detokenizer"):
         return EngineParts(origin.facts, absent, absent.decode, absent.load_device)
     if origin.folder is not None:
         if not origin.folder.is_dir():
-            raise ConfigError(f"{actor} needs the model's tokenizer, and its folder {origin.folder} is gone")
+            raise ConfigError(f"{actor} needs the model's tokenizer, but the folder {origin.folder} does not exist")
         found = load_parts(origin.folder, origin.config)
         return EngineParts(origin.facts, found.encoder, found.decode, absent.load_device)
     if origin.name != STUB_NAME:
-        raise ConfigError(f"{actor} needs a tokenizer, and {origin.name!r} was an engine without a model's folder")
+        raise ConfigError(
+            f"{actor} needs a tokenizer, but the journal of {origin.name!r} names no model folder: replay another actor"
+        )
     stub = stub_parts(origin.config)
     return EngineParts(origin.facts, stub.encoder, stub.decode, absent.load_device)
 
 
 class _Absent:
-    """What nobody asks for in a replay."""
+    """The parts that the replayed actor does not use."""
 
     def encode(self, prompt: Prompt, token_limit: int) -> tuple[int, ...]:
         raise AssertionError("only intake tokenizes")
@@ -83,10 +87,10 @@ class _Absent:
 
 
 class _NoObserver:
-    """Stands for whoever opened the engine."""
+    """The observer's address in a replay."""
 
     def tell(self, message: ObserverMessage, /) -> None:
-        """Not recorded, so not compared."""
+        """Drop the message: messages to the observer are not recorded, so not compared."""
 
 
 def _report(outcome: Replay) -> str:
@@ -111,9 +115,9 @@ def _verdict(difference: Difference | None) -> str:
 
 
 def _around_difference(expected: str, got: str) -> tuple[str, str]:
-    """Both texts from shortly before they part, where they are long."""
-    parted = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), 0)
-    start = max(0, parted - SHOWN_CHARS // 2)
+    """Return at most `SHOWN_CHARS` characters of both texts around their first difference."""
+    difference = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), 0)
+    start = max(0, difference - SHOWN_CHARS // 2)
     lead = "…" if start else ""
     return lead + _cut(expected[start:]), lead + _cut(got[start:])
 

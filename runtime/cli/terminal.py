@@ -1,7 +1,7 @@
-"""The terminal chat: questions are read on the main thread, answers stream from an event loop on another one.
+"""The terminal chat: questions are read on the main thread, answers stream from an event loop on another thread.
 
-So waiting for the keyboard never holds up the loop, line editing and Ctrl-C behave as in any terminal program, and one
-that is told to terminate finishes its answer. Knows nothing of how answers are made: a conversation can `say`.
+Waiting for input therefore does not block the loop, line editing and Ctrl-C work as in other terminal programs, and
+SIGTERM lets an answer finish. Independent of the engine: any object with a method `say` is a `TerminalChat`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Piece(Protocol):
 
 
 class TerminalChat(Protocol):
-    """What remembers the turns so far; leaving the iteration early ends the answer."""
+    """A conversation that keeps its turns; leaving an answer's iteration early cancels the answer."""
 
     def say(self, text: str, /) -> AsyncIterable[Piece]: ...
 
 
 class TerminationRequested(BaseException):
-    """The program was told to terminate a second time, or while nothing was being answered."""
+    """A second SIGTERM was received, or one while no answer was in progress."""
 
 
 def converse(
@@ -53,12 +53,11 @@ def converse(
     drain: Callable[[E], Awaitable[object]],
     question: str | None,
 ) -> None:
-    """Open the engine, answer `question` on stdout, or every line typed where it is None, and close the engine.
+    """Open the engine, answer `question` on stdout, or every typed line if it is None, and close the engine.
 
-    SIGTERM drains: the answer that is streaming is finished, as far as `drain` lets it, and no other is begun.
+    At SIGTERM, the present answer may finish within the limits of `drain`, and no other is begun.
 
-    Raises `EngineError`, `KeyboardInterrupt`, `BrokenPipeError` and, at a second SIGTERM, `TerminationRequested`, each
-    once the engine is closed.
+    Raises `EngineError`, `KeyboardInterrupt`, `BrokenPipeError` or `TerminationRequested` once the engine is closed.
     """
     options = {"use_uvloop": importlib.util.find_spec("uvloop") is not None}
     with (
@@ -92,8 +91,8 @@ class Terminal:
 
     @contextmanager
     def told_to_terminate(self) -> Iterator[None]:
-        """Meanwhile SIGTERM ends the conversation once the present answer is finished; a second one ends that too."""
-        if threading.current_thread() is not threading.main_thread():  # signals are none of its business
+        """Handle SIGTERM: the first ends the conversation after the present answer, a second ends the answer, too."""
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
             yield
             return
         before = signal.signal(signal.SIGTERM, self._terminate)
@@ -104,20 +103,23 @@ class Terminal:
             signal.signal(signal.SIGTERM, before)
 
     def _terminate(self, _signal: int, _frame: FrameType | None) -> None:
-        """On the main thread, in the middle of anything."""
+        """Handle SIGTERM; runs on the main thread, between any two instructions."""
         if self._is_leaving or not self._is_answering:
             self._is_leaving = True
             raise TerminationRequested
         self._is_leaving = True
 
     def answer(self, question: str) -> None:
-        """Stream one answer. Ctrl-C, or `TerminationRequested`, cancels it and is raised once the request has ended."""
+        """Stream one answer to stdout.
+
+        `KeyboardInterrupt` and `TerminationRequested` cancel the answer, and are raised once the request has ended.
+        """
         scope = self._portal.call(CancelScope)
         future: Future[None] | None = None
         try:
             self._is_answering = True
             future = self._portal.start_task_soon(self._stream, question, scope)
-            # In slices: a signal that comes just before the wait begins is seen only when the wait ends.
+            # With a timeout, since a signal just before the wait begins is handled only after the wait.
             while wait([future], timeout=WAIT_SECONDS).not_done:
                 if self._is_leaving and self._draining is None:
                     self._draining = self._portal.start_task_soon(self._drain)
@@ -131,7 +133,10 @@ class Terminal:
             self._is_answering = False
 
     def loop(self) -> None:
-        """Answer each line until the end of input or `/exit`. Ctrl-C ends an answer, but at the prompt the loop."""
+        """Answer each line until the end of input or `/exit`.
+
+        Ctrl-C ends the answer in progress, or, at the prompt, raises KeyboardInterrupt.
+        """
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # importing it gives `input` line editing and history
         sys.stderr.write(f"{HELP}\n")
@@ -148,7 +153,7 @@ class Terminal:
         except KeyboardInterrupt:
             sys.stdout.write("\n")
         except EngineUnavailable:
-            if not self._is_leaving:  # else the answer has taken too long for the drain
+            if not self._is_leaving:  # else the answer exceeded the drain's time limit
                 raise
             sys.stdout.write("\n")
         except (RequestRejected, RequestFailed) as error:
@@ -164,7 +169,7 @@ class Terminal:
 
     @staticmethod
     def _read_line() -> str | None:
-        """The next line without its blanks; None at the end of input, and where there is to be no other answer."""
+        """Return the next line, stripped; None at the end of input and after `TerminationRequested`."""
         try:
             return input("you> ").strip()
         except (EOFError, TerminationRequested):
@@ -178,7 +183,7 @@ NUDGES = 20
 
 @contextmanager
 def interruptible_by_signals() -> Iterator[None]:
-    """Meanwhile whatever the main thread waits for is interrupted some moments after a signal. On the main thread."""
+    """Interrupt the main thread's blocking calls shortly after each signal. Call on the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before, fd_before = signal.signal(signal.SIGURG, lambda *_: None), signal.set_wakeup_fd(writer)
@@ -197,7 +202,7 @@ def interruptible_by_signals() -> Iterator[None]:
 
 
 def _nudge(reader: int, thread: int, over: threading.Event) -> None:
-    """Interrupt a thread for a while after each signal: a nudge may come too early as well."""
+    """Interrupt `thread` several times after each signal, since an interrupt before a blocking call has no effect."""
     while numbers := os.read(reader, 64):
         if set(numbers) <= {signal.SIGURG}:
             continue

@@ -1,4 +1,4 @@
-"""Whether an engine may be asked for anything now, and if not, why."""
+"""Whether an engine accepts calls now, and the exception that says why it does not."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from cuelight.kernel import ActorCrashed
 
 
 class Availability:
-    """From the moment an engine is made until long after it has ended. Exceptions are made anew for everyone: one that
-    is raised again gathers the tracebacks of all who met it.
+    """The state of an engine as its methods check it: not started, open, draining, or ended.
+
+    A new exception is made for each check, since an exception that is raised twice collects both tracebacks.
     """
 
     def __init__(self) -> None:
@@ -22,30 +23,30 @@ class Availability:
         self._thread_id = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self.drain: Drain | None = None
-        """The drain that is under way."""
+        """The drain in progress."""
 
     def begin(self) -> None:
-        """It is being started, on this thread. Raises EngineClosed where it was before."""
+        """Bind the engine to this thread and its running event loop. Raises EngineClosed the second time."""
         if self._thread_id or self._unavailable is not not_started:
-            raise errors.EngineClosed("an engine is started once; make another")
+            raise errors.EngineClosed("this engine was started or stopped before: make another one")
         self._thread_id, self._loop = threading.get_ident(), asyncio.get_running_loop()
 
     def open(self) -> None:
-        """It has started."""
+        """Let the checks pass from now on."""
         self._unavailable = None
 
     def end(self, reason: Callable[[], errors.EngineUnavailable]) -> None:
-        """It serves nobody any more."""
+        """Make the checks raise what `reason` returns from now on."""
         self._unavailable = reason
 
     @property
     def is_open(self) -> bool:
-        """Whether it serves."""
+        """Whether the engine serves."""
         return self._unavailable is None
 
     @property
     def is_closed(self) -> bool:
-        """Whether somebody has stopped it."""
+        """Whether the engine was stopped, rather than broken or never started."""
         return self._unavailable is closed
 
     @property
@@ -54,22 +55,22 @@ class Availability:
         return threading.get_ident() == self._thread_id
 
     def check_starting(self) -> None:
-        """Raises EngineUnavailable once another task has stopped what is being started."""
+        """Raise EngineUnavailable if another task has stopped the engine during its start."""
         if self._unavailable is not None and self._unavailable is not not_started:
             raise self._unavailable()
 
     def check_open(self) -> None:
-        """Raises EngineUnavailable."""
+        """Raise EngineUnavailable unless the engine serves."""
         if self._unavailable is not None:
             raise self._unavailable()
 
     def check(self) -> None:
-        """Whether it serves whoever asks here. Raises EngineUnavailable."""
+        """Raise EngineUnavailable unless the engine serves and this is its thread and event loop."""
         self.check_open()
         self.check_here()
 
     def check_here(self) -> None:
-        """Whether it is used where it was started. Raises EngineUnavailable."""
+        """Raise EngineUnavailable in another thread or event loop than the engine's."""
         if not self.is_own_thread or _running_loop() not in (self._loop, None):
             raise errors.EngineUnavailable(
                 "an engine is used in the thread and the event loop in which it was started; from others, "
@@ -77,18 +78,18 @@ class Availability:
             )
 
     def check_takes_new(self) -> None:
-        """Raises EngineUnavailable and EngineDraining."""
+        """Raise EngineUnavailable unless the engine accepts new requests."""
         self.check_open()
         self.check_not_draining()
 
     def check_not_draining(self) -> None:
-        """Raises EngineDraining."""
+        """Raise EngineDraining during a drain."""
         if self.drain is not None:
-            raise errors.EngineDraining("the engine finishes what it has begun, and takes nothing new")
+            raise errors.EngineDraining("the engine is draining: it finishes its requests and accepts no new ones")
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
-    """A request may be sent between two runs of the loop as well."""
+    """Return the running loop; None between two runs of a loop, when a request may be sent as well."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -96,24 +97,24 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def not_started() -> errors.EngineUnavailable:
-    """Before the start."""
+    """Return the exception for an engine that was not started."""
     return errors.NotStarted("start the engine first: `async with Engine(...)`")
 
 
 def closed() -> errors.EngineUnavailable:
-    """After the stop."""
+    """Return the exception for an engine that was stopped."""
     return errors.EngineClosed("the engine is closed")
 
 
 def broken(crash: ActorCrashed) -> errors.EngineUnavailable:
-    """After a crash that nothing provides for."""
+    """Return the exception for an engine with an actor that crashed and was not restarted."""
     error = errors.EngineBroken(str(crash))
     error.__cause__ = crash
     return error
 
 
 class Drain:
-    """One wait until nobody is left; `is_empty` says whether that is so, and may be asked at any time."""
+    """A wait until `is_empty()`, which is evaluated at each `look`."""
 
     def __init__(self, is_empty: Callable[[], bool]) -> None:
         self._is_empty = is_empty
@@ -121,12 +122,12 @@ class Drain:
         self.look()
 
     def look(self) -> None:
-        """Somebody may have left."""
+        """Check again whether all requests have ended."""
         if self._is_empty():
             self._empty.set()
 
     async def over(self, timeout_seconds: float) -> None:
-        """Return once nobody is left, or after so long."""
+        """Return once all requests have ended, or after `timeout_seconds`."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._empty.wait()
@@ -135,7 +136,9 @@ class Drain:
 
 
 def check_timeout(seconds: object) -> float:
-    """The deadline of a drain, in seconds. Raises ConfigError for one that cannot be met."""
+    """Return the time limit of a drain as a float. Raises ConfigError unless it is a number above 0."""
     if not is_positive(seconds):
-        raise ConfigError(f"timeout_seconds must be a number above 0, not {shown(seconds)}; `stop` waits for nobody")
+        raise ConfigError(
+            f"timeout_seconds must be a number above 0, not {shown(seconds)}; to stop without waiting, call `stop`"
+        )
     return float(seconds)

@@ -1,4 +1,4 @@
-"""What an engine opens and closes: the actors' system, journal and board; and what crashes mean for its clients."""
+"""The start and the end of an engine: its actor system, journal and status board, and its reactions to crashes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from cuelight.status import HealthRecord, StatusBoard, StatusCallbacks
 log = get_logger("cuelight.engine")
 
 REMIND_SECONDS = 60.0
-"""People are told so often what a start is still at."""
+"""Interval of the log messages that name the phase of a start."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,10 @@ class RunningEngine:
 
 
 class Lifecycle:
-    """From nothing to a system that serves, and back; a crash or a host that cancels all tasks may end it as well."""
+    """Starts, drains and stops an engine.
+
+    The engine also ends when an actor fails for good, or when the host program cancels all tasks.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class Lifecycle:
         self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises as `Engine.start`; then nothing is left."""
+        """Start as `Engine.start`. After an error, everything that was opened is closed again."""
         self._availability.begin()
         try:
             with self._reminding():
@@ -80,7 +83,7 @@ class Lifecycle:
             is_stopped = self._availability.is_closed
             self.health.enter("unavailable", str(error))
             await self.stop()
-            if is_stopped and isinstance(error, errors.EngineError):  # whatever the stop has made of the start
+            if is_stopped and isinstance(error, errors.EngineError):  # the start failed because of the stop
                 raise closed() from error
             raise
 
@@ -102,7 +105,7 @@ class Lifecycle:
         with phases("start actors"):
             await self._start_system(system)
         with phases("load model"):
-            ready = await asyncio.shield(board.ready)  # which actors tell of, even where nobody waits any more
+            ready = await asyncio.shield(board.ready)  # the board sets its result even if this task is cancelled
         self._availability.check_starting()
         self._open(running, past)
         log.info("engine_ready", model=self._name, token_capacity=ready.token_capacity, **phases.facts())
@@ -110,7 +113,7 @@ class Lifecycle:
     def _find(
         self, cast: Roles, board: StatusBoard, active: ActiveExecutor
     ) -> tuple[Origin, tuple[ActorSpec[Never], ...]]:
-        """Find the model and the actors that serve it. Blocks."""
+        """Find the model and build the specs of the actors that serve it. Blocks."""
         found = self._loader.find(self._config)
         return found.origin, found.build_actors(self._config, cast, board, active)
 
@@ -129,7 +132,7 @@ class Lifecycle:
 
     @contextmanager
     def _reminding(self) -> Iterator[None]:
-        """Loading may take as long as it needs, but not unnoticed."""
+        """Log the start's phase once a minute, since loading has no time limit."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         reminder: asyncio.TimerHandle
@@ -147,7 +150,7 @@ class Lifecycle:
             reminder.cancel()
 
     async def _begin_journal(self, origin: Origin) -> tuple[Journal | RotatingJournal | None, RestoredState | None]:
-        """Open the journal, if there is to be one, and read what an earlier process has left in it."""
+        """Open the journal, if one is configured, and read the unfinished requests of an earlier process from it."""
         if self._config.journal is None:
             return None, None
         work = partial(open_journal, origin, asyncio.get_running_loop().time, self.open_requests.unfinished)
@@ -168,15 +171,15 @@ class Lifecycle:
             async with asyncio.timeout(REPORT_SECONDS):
                 await system.start()
         except TimeoutError as error:
-            reason = f"its process has not said a word for {REPORT_SECONDS:g} s"
-            raise errors.ModelUnavailable(f"the executor does not come up: {reason}") from error
+            reason = f"its process sent no message for {REPORT_SECONDS:g} s"
+            raise errors.ModelUnavailable(f"the executor does not start: {reason}") from error
         except NotSendable as error:
             raise errors.ConfigError(str(error)) from error
         except ActorCrashed as crash:
             raise broken(crash) from crash
 
     def _open(self, running: RunningEngine, past: RestoredState | None) -> None:
-        """Serve, first of all the requests that an earlier process had not finished."""
+        """Accept requests, after submitting those that an earlier process had not finished."""
         if isinstance(running.journal, RotatingJournal):
             running.journal.allow_rotation()
         if past is not None:
@@ -185,17 +188,17 @@ class Lifecycle:
         self.health.enter("serving")
 
     async def stop(self) -> None:
-        """As `Engine.stop`."""
+        """Stop as `Engine.stop`, without its check of thread and loop."""
         self._ended()
         self.health.enter("closed")
         if self.running is not None:
-            # What is being computed is for nobody, so a process need not be waited for.
+            # The result of a step in progress is not needed, so a process is killed if it does not end in time.
             is_apart = lives_in_process(self._config)
             await self.running.system.stop(drop=True, timeout_seconds=LINGER_SECONDS if is_apart else None)
         self._close_journal()
 
     async def drain(self, seconds: float) -> int:
-        """As `Engine.drain`."""
+        """Drain as `Engine.drain`; the caller has made its checks."""
         assert self.running is not None, "the caller has checked that the engine serves"
         availability, requests = self._availability, self.running.requests
         availability.drain = Drain(lambda: requests.are_over)
@@ -207,25 +210,25 @@ class Lifecycle:
             self.health.enter("serving")
             raise
         if self._is_broken:
-            availability.check_open()  # all have ended, and not in good order
+            availability.check_open()  # the requests failed rather than finished
         left = requests.left
         await self.stop()
         return left
 
     def _switched(self, origin: Origin) -> None:
-        """Record that another model serves."""
+        """Record in logs and journal that another model serves."""
         self._name = origin.name
         if self.running is not None and isinstance(self.running.journal, RotatingJournal):
             self.running.journal.model_changed(origin)
 
     def _resend(self) -> None:
-        """Send a new intake all requests again."""
+        """Send all open requests to a new intake."""
         if self.running is not None:
             self.running.requests.resend_soon()
 
     def _actor_crashed(self, crash: ActorCrashed) -> None:
-        """An actor is gone, and mostly another one comes."""
-        assert self.running is not None, "actors start after the engine was put together"
+        """Record a crash, fail the request at fault, and repeat a reload to a new scheduler."""
+        assert self.running is not None, "actors start after `running` is set"
         self.health.crashed(crash)
         self.running.board.life_over(crash.actor)
         if crash.actor == self.running.roles.scheduler.name:
@@ -233,13 +236,13 @@ class Lifecycle:
         self.running.requests.attribute_crash(crash)
 
     def _actor_failed(self, crash: ActorCrashed) -> None:
-        """An actor is gone for good: whoever waits must hear of it."""
+        """Fail all requests with EngineBroken: an actor crashed and will not be restarted."""
         self._is_broken = True
         self.health.enter("unavailable", str(crash))
         self._end_service(partial(broken, crash))
 
     def _gave_up(self, reason: str) -> None:
-        """Nobody will be served any more, so all that was taken up for it is given back."""
+        """Fail all requests with EngineGaveUp and stop the actors: the scheduler has given up on the executor."""
         assert self.running is not None
         self._is_broken = True
         self.health.enter("unavailable", reason)
@@ -253,7 +256,10 @@ class Lifecycle:
         self._close_journal()
 
     def _flush(self) -> None:
-        """If this process is killed, the next one must know all that a client has been given."""
+        """Write the journal's buffer to its file before a client receives output.
+
+        So a process that resumes from the journal has all output that clients have, even after a kill.
+        """
         if self.running is not None and isinstance(self.running.journal, RotatingJournal):
             self.running.journal.flush()
 
@@ -262,13 +268,13 @@ class Lifecycle:
             self.running.journal.close()
 
     def _ended(self) -> None:
-        """Nobody serves any more, whether it was `stop` that said so or a host that cancelled all tasks."""
+        """Fail all requests with EngineClosed, after `stop` or when the host program has cancelled all tasks."""
         if not self._is_broken:
             self.health.enter("closed")
             self._end_service(closed)
 
     def _end_service(self, reason: Callable[[], errors.EngineUnavailable]) -> None:
-        """Tell every client, from now on and those that wait, each with an exception of its own."""
+        """Fail open requests and later calls, each with a new exception from `reason`."""
         self._availability.end(reason)
         if self.running is not None:
             self.running.board.fail(reason())
@@ -278,6 +284,6 @@ class Lifecycle:
 
 
 def _close_opened(begun: tuple[Journal | RotatingJournal | None, RestoredState | None]) -> None:
-    """The start was given up meanwhile, and nobody records."""
+    """Close a journal that was opened after the start had been cancelled."""
     if begun[0] is not None:
         begun[0].close()

@@ -1,4 +1,4 @@
-"""Where an engine's models come from: a loader finds the first one, and the others that a reload names. Blocks."""
+"""Model loaders: they find an engine's first model, and the models that a reload names."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class NextModel:
 
 
 class ModelLoader(Protocol):
-    """Finds models; the executor loads their weights. Both methods block and raise ModelUnavailable."""
+    """A source of models; the executor loads their weights. Both methods block and raise ModelUnavailable."""
 
     def find(self, config: EngineConfig) -> FoundModel:
         """Return the engine's first model."""
@@ -82,7 +82,7 @@ class FolderLoader:
 
     def find_next(self, model: object, config: EngineConfig) -> NextModel:
         """Read the facts of another model, whose tokenizer is that of the first."""
-        folder = model_path(model)  # type: ignore[arg-type]  # raises ModelUnavailable for what is no name
+        folder = model_path(model)  # type: ignore[arg-type]  # raises ModelUnavailable for other types
         facts = read_facts(folder)
         load, lasting = partial(load_model, load_options(folder, config, facts)), lasting_memory(config)
         origin = Origin(str(model), folder, config, facts, fingerprint(folder))
@@ -90,7 +90,7 @@ class FolderLoader:
 
 
 class PartsLoader(Generic[B]):
-    """Parts in place of a model's folder: for tests and stand-ins. `load_next` raises ModelUnavailable."""
+    """Models from functions that return parts, for tests and embedders. `load_next` raises ModelUnavailable."""
 
     def __init__(
         self,
@@ -109,9 +109,11 @@ class PartsLoader(Generic[B]):
         return FoundModel(origin, partial(actor_specs, parts))
 
     def find_next(self, model: object, config: EngineConfig) -> NextModel:
-        """Call `load_next`; without one there is no other model."""
+        """Call `load_next`. Raises ModelUnavailable without one."""
         if self._load_next is None:
-            raise errors.ModelUnavailable(f"this engine stands for {self._name!r} and has no other model")
+            raise errors.ModelUnavailable(
+                f"no other model than {self._name!r}: this engine was made from parts, without `load_next`"
+            )
         parts = self._load_next(str(model), config)
         origin = Origin(str(model), None, config, parts.facts, Fingerprint(self._name, str(model)))
         return NextModel(origin, partial(executor_spec, parts.load_device, parts.lasting, config), parts.lasting)
@@ -121,9 +123,9 @@ T = TypeVar("T")
 
 
 async def in_thread(work: Callable[[], T], too_late: Callable[[T], object] = lambda _: None) -> T:
-    """Run blocking `work` on a thread of its own, which is gone afterwards.
+    """Run blocking `work` on a thread of its own, and return its result once the thread has ended.
 
-    Where this is cancelled the work goes on; what it gives is handed to `too_late`.
+    Cancelling this does not interrupt `work`; its result is passed to `too_late`.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
@@ -144,5 +146,5 @@ async def in_thread(work: Callable[[], T], too_late: Callable[[T], object] = lam
     try:
         return await outcome
     finally:
-        if not outcome.cancelled():  # nobody waits for work that was given up
+        if not outcome.cancelled():  # a cancelled caller does not wait for the thread
             await worker.ended()

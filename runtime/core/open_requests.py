@@ -1,4 +1,4 @@
-"""The client library's share of the ledger: every request that has not ended, as it was sent, to be sent again."""
+"""The open requests of an engine, kept as they were submitted, to be sent again to a new intake."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from cuelight.messages.scheduler import RestoreState, SetPolicy
 from cuelight.stream import Inbox
 
 _STATE_MESSAGES = (RestoreState, Histories, Streams)
-"""From these a new actor begins: all that lives is in them, so what had brought it down is met again there."""
+"""The messages from which a new actor restores its state, and so may meet the request that crashed the actor before."""
 
 
 class OpenRequests:
-    """Requests from their submission to their end, oldest first, and the orders that hold for all of them."""
+    """Requests from their submission to their end, oldest first, and the present policy and tenants."""
 
     def __init__(self, ended_max: int = 0, recent_seconds: float = 0.0) -> None:
-        """Up to `ended_max` requests that ended within `recent_seconds` are kept for `unfinished`."""
+        """`unfinished` returns up to `ended_max` requests that ended within `recent_seconds`, too."""
         self.next_id = 1
         self._recent_seconds = recent_seconds
         self._ended: deque[tuple[Submit, Inbox]] = deque(maxlen=ended_max)
@@ -34,12 +34,12 @@ class OpenRequests:
         self._orders: dict[type, SetTenants | SetPolicy] = {}
 
     def add(self, inbox: Inbox, submit: Submit) -> None:
-        """From now on it is open."""
+        """Add a request that is about to be sent to intake."""
         self._inboxes[inbox.request_id] = inbox
         self._submits[inbox.request_id] = submit
 
     def remove(self, inbox: Inbox) -> None:
-        """It has ended."""
+        """Remove a request that has ended."""
         self._inboxes.pop(inbox.request_id, None)
         submit = self._submits.pop(inbox.request_id, None)
         if (
@@ -55,18 +55,18 @@ class OpenRequests:
         return request_id
 
     def unfinished(self, now: float) -> tuple[int, tuple[RestoredRequest, ...]]:
-        """Return what another process needs: the next id, and the requests that live or have just ended."""
+        """Return what a resuming process needs: the next id, and the requests that are open or ended recently."""
         recent = [each for each in self._ended if now - (each[1].ended_at or now) <= self._recent_seconds]
         over = [_restored(*each, now) for each in recent]
         live = [_restored(submit, self._inboxes[request_id], now) for request_id, submit in self._submits.items()]
         return self.next_id, (*over, *(each for each in live if not self._inboxes[each.request_id].over))
 
     def order(self, order: SetTenants | SetPolicy) -> None:
-        """This holds from now on, in place of the order of its kind before."""
+        """Keep the policy or the tenants for `resend`, in place of those before."""
         self._orders[type(order)] = order
 
     def resend(self, intake: Address[IntakeMessage]) -> None:
-        """Tell a new intake what the one before had been told."""
+        """Send the policy, the tenants and all open requests to a new intake."""
         for order in self._orders.values():
             intake.tell(order)
         for request_id, submit in list(self._submits.items()):
@@ -78,16 +78,16 @@ class OpenRequests:
         intake.tell(ResendComplete())
 
     def fail(self, reason: Callable[[], errors.EngineError]) -> None:
-        """End them all, each with an exception of its own."""
+        """Fail all requests, each with a new exception from `reason`."""
         for inbox in list(self._inboxes.values()):
             inbox.fail(reason())
 
     def get(self, request_id: RequestId) -> Inbox | None:
-        """Where the output of this request gathers, if it is open."""
+        """Return the inbox of a request; None if it is not open."""
         return self._inboxes.get(request_id)
 
     def values(self) -> ValuesView[Inbox]:
-        """Their inboxes."""
+        """Return the inboxes of all open requests."""
         return self._inboxes.values()
 
     def __contains__(self, request_id: object) -> bool:
@@ -111,13 +111,19 @@ def _restored(submit: Submit, inbox: Inbox, now: float) -> RestoredRequest:
 
 
 class FaultAttribution:
-    """Finds the request whose message brings an actor down: the first time may be chance, the second is not."""
+    """Finds the request whose messages crash an actor: two crashes in a row over one request are that request's fault.
+
+    A single crash over a request is attributed to no request.
+    """
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[RequestId, type]] = {}
 
     def at_fault(self, crash: ActorCrashed) -> RequestId | None:
-        """An actor has crashed: the request whose message it was handling, where it did so when it crashed before."""
+        """Return the request at fault, if the actor's previous crash was over the same request and kind of message.
+
+        A crash over a message that restores the actor's state is attributed to the request of the crash before.
+        """
         kind, before = type(crash.message), self._before.pop(crash.actor, None)
         if before is not None and kind in _STATE_MESSAGES:
             return before[0]
@@ -131,7 +137,7 @@ class FaultAttribution:
 
 
 def _request_of(message: object) -> RequestId | None:
-    """The one request that a message is about."""
+    """Return the id of the only request that a message refers to; None for any other message."""
     several: object = getattr(message, "request_ids", None)
     request_id: object = getattr(message, "request_id", None)
     if request_id is None and isinstance(several, tuple) and len(several) == 1:

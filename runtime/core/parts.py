@@ -1,4 +1,7 @@
-"""Who plays in an engine, and who knows whom. Sinks first: the cast starts in this order and stops in reverse."""
+"""The composition of an engine: the roles, and the specs of its five actors with the addresses each of them gets.
+
+Specs are listed from sinks to sources: actors start in this order and stop in reverse.
+"""
 
 from __future__ import annotations
 
@@ -44,35 +47,35 @@ B = TypeVar("B")
 log = get_logger("cuelight.engine")
 
 RESTART_POLICY = RestartPolicy(restarts_max=50, window_seconds=60.0, backoff_seconds=0.01, backoff_max_seconds=0.2)
-"""A life is cheap: a new actor asks its peers, and goes on."""
+"""A restart is cheap: a new actor restores its state from its peers."""
 
 EXECUTOR_RESTART_POLICY = RestartPolicy(
     restarts_max=100, window_seconds=60.0, backoff_seconds=0.02, backoff_max_seconds=0.2, restarts_at_start=True
 )
-"""The scheduler gives up sooner where nothing comes of it."""
+"""The default of `EngineConfig.restarts_max` is lower, so that the scheduler gives up first."""
 
 TOKEN_BUDGET_CPU = 256
 TOKEN_BUDGET_GPU = 2048
 
 POOL_TOKENS_PER_REQUEST = 512
-"""For so many tokens of each of `running_max` requests there is room by default, or for one of the longest. What is
-shorter leaves room for prefixes; the memory that a process may grow to is then a choice, not what the machine has."""
+"""Tokens for each of `running_max` requests in the largest default KV pool of the native decoder; the pool has room for
+at least one request of `context_length`. A fixed figure bounds the process's memory independently of the machine."""
 
 
 @dataclass(frozen=True)
 class EngineParts(Generic[B]):
-    """All that is loaded before the cast starts; the executor loads the weights itself, on its own thread or process.
+    """The parts that are loaded before the actors start; the executor loads the weights on its own thread or process.
 
-    For a process `load_device` must be a function that it can import, or a `functools.partial` of one.
+    With an executor in a process, `load_device` must be an importable function, or a `functools.partial` of one.
     """
 
     facts: ModelFacts
     encoder: PromptTokenizer
     decode: Callable[[Sequence[int]], str]
     load_device: Callable[..., Device[B]]
-    """Called without arguments, or with a claim on the memory that is `lasting`."""
+    """Called without arguments, or with a claim on `lasting` if there is one."""
     lasting: HostMemoryFile | None = None
-    """Outlives executors, until it is given back."""
+    """Host memory that outlives executors, until it is closed."""
 
 
 def load_parts(folder: Path, config: EngineConfig) -> EngineParts[Batch]:
@@ -81,14 +84,14 @@ def load_parts(folder: Path, config: EngineConfig) -> EngineParts[Batch]:
 
     try:
         encoder, decode = load_tokenizer(folder)
-    except Exception as error:  # transformers raises whatever the files make it stumble over
+    except Exception as error:  # transformers raises many types for damaged files
         raise ModelUnavailable(f"the tokenizer in {folder} cannot be loaded: {error}") from error
     load = partial(load_model, load_options(folder, config, facts))
     return EngineParts(facts, encoder, decode, load, lasting_memory(config))
 
 
 def load_options(folder: Path, config: EngineConfig, facts: ModelFacts) -> LoadOptions:
-    """What the executor is to load."""
+    """Return the options with which the executor loads the model in `folder`."""
     return LoadOptions(
         folder=folder,
         decoder=config.decoder,
@@ -114,23 +117,26 @@ def load_options(folder: Path, config: EngineConfig, facts: ModelFacts) -> LoadO
 
 
 def lives_in_process(config: EngineConfig) -> bool:
-    """Whether the executor lives in a process of its own. Does not ask torch: one for a CPU after all does no harm."""
+    """Return whether the executor runs in a child process.
+
+    Decided without importing torch; a child process that turns out to compute on the CPU works as well.
+    """
     return may_be_on_gpu(config) if config.executor == "auto" else config.executor == "process"
 
 
 def may_be_on_gpu(config: EngineConfig) -> bool:
-    """Whether the device is none, or is to be chosen and there may be one. Does not ask torch."""
+    """Return whether the device is a GPU, or is `"auto"` on a machine that may have one. Does not import torch."""
     return config.device != "cpu" and (config.device != "auto" or may_have_gpu())
 
 
 def step_tokens(config: EngineConfig) -> int:
-    """The token budget of a step."""
+    """Return the token budget of a step."""
     return config.token_budget or (TOKEN_BUDGET_GPU if may_be_on_gpu(config) else TOKEN_BUDGET_CPU)
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles, with mailboxes large enough for all that the protocol lets be under way at once."""
+    """The roles of the five actors, with mailboxes for all messages that the protocol allows in flight at once."""
 
     detokenizer: Role[DetokenizerMessage]
     executor: Role[ExecutorMessage]
@@ -146,23 +152,23 @@ class Roles:
 
 @dataclass
 class ActiveExecutor:
-    """Who plays the executor now, and what a new scheduler must know of its model. Another model changes it."""
+    """The executor that serves, and the facts of its model that a new scheduler starts with; a reload changes them."""
 
     roles: ExecutorRoles
     executor_id: ExecutorId = FIRST_EXECUTOR
     eos_token_ids: frozenset[int] = frozenset()
     context_length: int | None = None
-    """None while it is the first one."""
+    """The context length of a model that has taken over; None for the first model."""
     lasting: HostMemoryFile | None = None
-    """What outlives it, until `release`."""
+    """Host memory that outlives the executor, until `release`."""
 
     @property
     def role(self) -> Role[ExecutorMessage]:
-        """The role of the executor that computes."""
+        """The role of the executor that serves."""
         return self.roles[self.executor_id]
 
     def release(self) -> None:
-        """Nobody will play the executor any more."""
+        """Close the host memory: there will be no other executor."""
         if self.lasting is not None:
             self.lasting.close()
 
@@ -174,14 +180,17 @@ def executor_spec(
     executor_id: ExecutorId,
     cast: Roles,
 ) -> ActorSpec[ExecutorMessage]:
-    """An executor that loads this and answers to the scheduler."""
+    """Return the spec of an executor that calls `load_device` and reports to the scheduler."""
     placement = InProcess() if lives_in_process(config) else InLoop()
     build = partial(build_executor, load_device, lasting, cast.scheduler, executor_id)
     return ActorSpec(cast.executors[executor_id], build, EXECUTOR_RESTART_POLICY, placement)
 
 
 def lasting_memory(config: EngineConfig) -> HostMemoryFile | None:
-    """For blocks in host memory, if there are to be some; None also where an executor's own must do."""
+    """Return host memory for blocks that outlives executors.
+
+    None without host blocks, or where such memory cannot be allocated: then each executor allocates its own.
+    """
     if not config.host_block_count and config.host_kv_cache_bytes is None:
         return None
     try:
@@ -192,7 +201,7 @@ def lasting_memory(config: EngineConfig) -> HostMemoryFile | None:
 
 
 def _code_folder() -> Path | None:
-    """Where compiled code is kept; None where there is no place for it, which is no reason not to serve a folder."""
+    """Return the folder for compiled code; None without a cache folder, which does not prevent serving."""
     try:
         return cache_directory() / "native"
     except ModelUnavailable as error:
@@ -201,18 +210,22 @@ def _code_folder() -> Path | None:
 
 
 def context_length(facts: ModelFacts, config: EngineConfig) -> int:
-    """Tokens that a request may hold."""
+    """Return the largest number of tokens of a request: the model's limit, or the option if that is lower."""
     return min(facts.context_length, config.context_length or facts.context_length)
 
 
 def roles(config: EngineConfig) -> Roles:
-    """A live request has at most a few messages of its own under way on an edge; steps are bounded by credit."""
+    """Return the roles of an engine with these options.
+
+    A request has a small fixed number of messages in flight between two actors, and `steps_in_flight` bounds those of
+    steps, so that capacities follow from the options.
+    """
     requests = config.queue_limit
     return Roles(
         detokenizer=Role("detokenizer", DetokenizerMessage, capacity=4 * requests + 64),
         executor=Role("executor", ExecutorMessage, capacity=4 * config.steps_in_flight + 128),
         cache=Role("cache", CacheMessage, capacity=4 * requests + 64),
-        # What comes of requests must not be overtaken by what came later of them, and overtakes the results of steps.
+        # Intake's messages about requests are urgent: they stay in order, and overtake the results of steps.
         scheduler=Role(
             "scheduler",
             SchedulerMessage | Terminated,
@@ -230,7 +243,7 @@ def actor_specs(
     observer: Address[ObserverMessage],
     active: ActiveExecutor,
 ) -> tuple[ActorSpec[Never], ...]:
-    """The five parts. `active` is what changes when another model takes over."""
+    """Return the specs of the five actors. `active` is set to the first model's facts, and read at each restart."""
     facts = parts.facts
     active.eos_token_ids, active.lasting = frozenset(facts.eos_token_ids), parts.lasting
     longest = context_length(facts, config)

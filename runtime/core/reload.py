@@ -1,4 +1,4 @@
-"""Another model takes over while the engine serves: which one may, and the executor that loads it beside the other."""
+"""Reloads: checks that another model may take over, spawns an executor for it, and switches the scheduler to it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Running: TypeAlias = Literal["finish", "recompute"]
 RUNNING: Final = ("finish", "recompute")
 
 LINGER_SECONDS: Final = 5.0
-"""For an executor's process to end in order; then it is killed."""
+"""Time in which an executor's process may end after it was dismissed; then it is killed."""
 
 
 def check_running(running: object) -> bool:
-    """Whether what runs is to be recomputed. Raises ConfigError for what is neither that nor to be finished."""
+    """Return whether running requests are to be recomputed. Raises ConfigError for an unknown value."""
     if not is_one_of(RUNNING, running):
         raise errors.ConfigError(f"running must be one of {', '.join(map(repr, RUNNING))}, not {shown(running)}")
     return running == "recompute"
 
 
 def check_same_tokens(present: Origin, other: Origin) -> None:
-    """Raises ModelMismatch where the other model means other text by the same tokens."""
+    """Raise ModelMismatch unless both models have the same vocabulary, tokenizer and chat template."""
     before, after = present.facts.vocab_size, other.facts.vocab_size
     if before != after:
         raise errors.ModelMismatch(
@@ -48,7 +48,7 @@ def check_same_tokens(present: Origin, other: Origin) -> None:
 
 @dataclass(frozen=True)
 class ReloadTarget:
-    """The actors' system, and its executor, which a reload replaces."""
+    """The actor system, and its active executor, which a reload replaces."""
 
     system: System
     roles: Roles
@@ -56,12 +56,12 @@ class ReloadTarget:
 
 
 class Models:
-    """The models of one engine, one after the other: at most one at a time is to take over."""
+    """The succession of models in one engine; at most one reload is in progress."""
 
     def __init__(
         self, target: ReloadTarget, origin: Origin, loader: ModelLoader, on_switched: Callable[[Origin], None]
     ) -> None:
-        """`origin` is that of the first model. `on_switched` is called for each later one, within a handler."""
+        """`origin` is the first model's. `on_switched` is called with the origin of each later one, in a handler."""
         self._target = target
         self._origin = origin
         self._config = origin.config
@@ -73,16 +73,16 @@ class Models:
 
     @property
     def serving(self) -> str:
-        """The name of the executor that serves; each switch changes it."""
+        """The role name of the active executor; each switch changes it."""
         return self._target.active.role.name
 
     async def change(self, model: object, recompute: bool, check_available: Callable[[], None]) -> None:
-        """Find and load another one, and wait until it has taken over. `check_available` raises where nobody serves.
+        """Load another model and wait until it has taken over.
 
-        Raises as `Engine.reload`.
+        `check_available` raises EngineUnavailable unless the engine serves. Raises as `Engine.reload`.
         """
         if self._is_busy:
-            raise errors.ReloadBusy("another model is being loaded already")
+            raise errors.ReloadBusy("another reload is in progress: try again once it has ended")
         self._is_busy = True
         try:
             other = await in_thread(partial(self._loader.find_next, model, self._config))
@@ -118,19 +118,19 @@ class Models:
             raise errors.ConfigError(str(error)) from error
 
     def repeat(self) -> None:
-        """The scheduler is new, and has heard of nothing."""
+        """Send the reload in progress, if any, to a new scheduler."""
         if self._reload is not None:
             self._reload.repeat()
 
     def end(self, reason: Callable[[], errors.EngineError]) -> None:
-        """The engine serves nobody any more."""
+        """Fail the reload in progress, and free the host memory that outlives executors."""
         if self._reload is not None:
             self._reload.end(reason())
         self._target.active.release()
 
 
 class Reload:
-    """One change of models, from the executor's first breath to the moment that one of the two is dismissed."""
+    """One change of models, from spawning the new executor to dismissing one of the two."""
 
     def __init__(
         self,
@@ -140,16 +140,16 @@ class Reload:
         switch: Callable[[Recipient[Switched | SwitchFailed]], Switch],
         on_over: Callable[[bool], None],
     ) -> None:
-        """`on_over` is told, within a handler of the scheduler, whether the other model has taken over.
+        """`on_over` is called in a handler of the scheduler, with whether the new model has taken over.
 
-        Raises NotSendable where the executor cannot be begun.
+        Raises NotSendable if the executor cannot be sent to a process.
         """
         self._system = target.system
         self._scheduler = target.system.find(target.roles.scheduler)
         self._active = target.active
         self._spec = spec
         self._lasting = lasting
-        """Of the executor that is not needed, in the end."""
+        """Host memory of the new executor; after a switch, of the one before. Closed when the reload ends."""
         self._switch = switch(self)
         self._on_over = on_over
         self._loop = asyncio.get_running_loop()
@@ -159,19 +159,19 @@ class Reload:
         self.repeat()
 
     def repeat(self) -> None:
-        """Say it to the scheduler, or say it again to a new one."""
+        """Send `Switch` to the scheduler, and `CancelSwitch` if the reload was called off."""
         self._scheduler.tell(self._switch)
         if self._is_called_off:
             self.call_off()
 
     def call_off(self) -> None:
-        """Nobody wants it any more. The scheduler has the last word, since it may be done."""
+        """Ask the scheduler to cancel the switch; its answer decides, since it may have switched already."""
         self._is_called_off = True
         if not self._is_over:
             self._scheduler.tell(CancelSwitch(self._switch.executor_id))
 
     def tell(self, message: Switched | SwitchFailed, /) -> None:
-        """Hear from the scheduler. What a new one begins from is changed before anything else can happen."""
+        """Receive the scheduler's answer; a switch updates `ActiveExecutor` at once, for the next scheduler to read."""
         if self._is_over:
             return
         self._is_over = True
@@ -191,7 +191,7 @@ class Reload:
         self._loop.call_soon(self._dismiss, leaving)
 
     def end(self, error: errors.EngineError) -> None:
-        """The engine serves nobody any more."""
+        """Fail the reload with `error`, since the engine has ended."""
         self._is_over = True
         self._settle(error)
         self._release()
@@ -203,13 +203,13 @@ class Reload:
             self.outcome.set_result(None)
         else:
             self.outcome.set_exception(error)
-            self.outcome.exception()  # whoever waited may be gone, which is no reason to complain
+            self.outcome.exception()  # a cancelled caller does not retrieve it, which asyncio would log
 
     def _dismiss(self, role: Role[ExecutorMessage]) -> None:
         with suppress(KeyError):  # the system has ended
             self._system.dismiss(role, drop=True)
-        # A process that hangs, or that still loads, does not end because it is asked to.
-        self._loop.call_later(LINGER_SECONDS, self._system.kill, role, "it was dismissed, and did not end")
+        # A process that hangs, or is loading, does not react to the dismissal.
+        self._loop.call_later(LINGER_SECONDS, self._system.kill, role, "the executor was dismissed and did not end")
         self._release()
 
     def _release(self) -> None:

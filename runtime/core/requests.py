@@ -1,4 +1,4 @@
-"""What clients ask for: reads and numbers their requests, sends them to intake, and knows which have not ended."""
+"""The client side of requests: parses and numbers them, sends them to intake, and tracks those that are open."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ log = get_logger("cuelight.engine")
 Asked: TypeAlias = tuple[Prompt, Sampling, Service]
 
 TURN_SECONDS = 0.005
-"""Reading many prompts keeps the loop from others for no longer, but for the prompt that it is at then."""
+"""Time after which parsing many prompts yields to the event loop; one prompt is not interrupted."""
 
 
 class RequestRouter:
-    """The client library's side of every request of one engine."""
+    """The requests of one engine: their submission, their streams, and those restored from an earlier process."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class RequestRouter:
         intake: Role[IntakeMessage],
         before_read: Callable[[], object],
     ) -> None:
-        """`before_read` is called before a client is given any output. Called in the engine's event loop."""
+        """`before_read` is called before a client receives output. Construct this in the engine's event loop."""
         self._config = config
         self._open = open_requests
         self._availability = availability
@@ -62,24 +62,24 @@ class RequestRouter:
         self._unclaimed = UnclaimedRequests(self._cancel)
         self._grace: asyncio.TimerHandle | None = None
         seed = config.seed
-        self._chance = random.Random() if seed is None else random.Random(f"requests {seed}")
+        self._rng = random.Random() if seed is None else random.Random(f"requests {seed}")
 
     @cached_property
     def _intake(self) -> Address[IntakeMessage]:
-        """Found once the system has started."""
+        """Intake's address, which exists once the system has started."""
         return self._system.find(self._intake_role)
 
     def end(self, reason: Callable[[], errors.EngineError]) -> None:
-        """Nobody serves any more: each that has not ended fails, with an exception of its own."""
+        """Fail all open requests, each with a new exception from `reason`."""
         if self._grace is not None:
             self._grace.cancel()
         self._open.fail(reason)
 
     def read(self, prompt: object, options: RequestOptions, count: int = 1) -> Asked:
-        """Parse a prompt and its options, of which `count` requests are to be sent at once.
+        """Parse a prompt and options for `count` requests.
 
-        Room is checked first, so that a flood is refused at a small cost. Raises RequestRejected, EngineUnavailable and
-        EngineDraining.
+        The queue's room is checked first, so that refusing a request is cheap under overload. Raises RequestRejected
+        and EngineUnavailable.
         """
         self._availability.check_takes_new()
         with _typed_refusals():
@@ -87,15 +87,18 @@ class RequestRouter:
             return parse_prompt(prompt), *parse_options(options)
 
     def _check_room(self, count: int) -> None:
-        """Raise `Refused` as intake would, without the cost of a message."""
+        """Raise `Refused`, as intake does, if the queue has no room for `count` requests."""
         check_room(len(self._open), count, self._config.queue_limit, self._completions)
 
     def send(self, asked: Asked, sample_of: RequestId | None = None) -> Stream:
-        """Send a request for which there is room, perhaps another sample of `sample_of`. Raises EngineUnavailable."""
+        """Send a request to intake and return its stream; `sample_of` is the request whose prompt it shares.
+
+        Raises EngineUnavailable.
+        """
         self._availability.check()
         prompt, sampling, service = asked
-        if sampling.seed is None:  # drawn here, so that it stays the same request when it is sent again
-            sampling = msgspec.structs.replace(sampling, seed=self._chance.getrandbits(64))
+        if sampling.seed is None:  # drawn here, so that a request that is sent again has the same seed
+            sampling = msgspec.structs.replace(sampling, seed=self._rng.getrandbits(64))
         inbox = self._new_inbox(self._open.new_id())
         stream = open_stream(inbox, self._cancel, self._cancel_later)
         submit = Submit(inbox.request_id, prompt, sampling, inbox, service, sample_of)
@@ -104,7 +107,7 @@ class RequestRouter:
         return stream
 
     def samples(self, asked: Asked, count: int) -> list[Stream]:
-        """Send one prompt so many times. With a seed, each that follows has the next one. Raises as `send`."""
+        """Send one prompt `count` times; with a seed, sample number n has `seed + n`. Raises EngineUnavailable."""
         prompt, sampling, service = asked
         first = self.send(asked)
         return [first] + [
@@ -113,7 +116,7 @@ class RequestRouter:
         ]
 
     async def serve_all(self, prompts: Sequence[object], options: RequestOptions, *, progress: bool) -> list[Result]:
-        """Read all, send them, only as many at once as keep the batch full, and gather their results in order."""
+        """Parse all prompts, serve as many at once as keep the batch full, and return their results in order."""
         if not prompts:
             return []
         self._availability.check_takes_new()
@@ -121,7 +124,7 @@ class RequestRouter:
             return await self._serve(await self._read_all(prompts, options), progress=progress)
 
     async def _read_all(self, prompts: Sequence[object], options: RequestOptions) -> list[Asked]:
-        """As `read`, and the loop gets its turns in between."""
+        """Parse all prompts as `read` does, yielding to the event loop in between."""
         asked: list[Asked] = []
         with _typed_refusals():
             sampling, service = parse_options(options)
@@ -156,7 +159,7 @@ class RequestRouter:
 
     @contextmanager
     def _batch(self) -> Iterator[None]:
-        """Meanwhile more requests will come of what was there before a drain."""
+        """Keep a drain from ending while a call of `generate_many` may still submit requests."""
         self._batches += 1
         try:
             yield
@@ -166,12 +169,12 @@ class RequestRouter:
 
     @property
     def are_over(self) -> bool:
-        """Whether nobody is owed anything."""
+        """Whether all requests have ended, and no call of `generate_many` is in progress."""
         return not self._open and not self._batches
 
     @property
     def left(self) -> int:
-        """How many requests have no end yet."""
+        """The number of requests that are neither ended nor cancelled."""
         return sum([not inbox.over for inbox in self._open.values()])
 
     def _check_drain(self) -> None:
@@ -195,11 +198,11 @@ class RequestRouter:
             self._cancel_later(request_id)
 
     def _cancel_later(self, request_id: RequestId) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and the request with it
+        with suppress(RuntimeError):  # the loop is closed, so the request has ended
             self._loop.call_soon_threadsafe(self._intake.tell, Cancel(request_id))
 
     def restore(self, past: RestoredState) -> None:
-        """What an earlier process had not finished goes on, for whoever picks it up."""
+        """Submit the unfinished requests of an earlier process, and keep them for `resume`."""
         self._open.next_id = past.next_id
         for restored in past.requests:
             inbox = self._new_inbox(restored.request_id)
@@ -213,17 +216,17 @@ class RequestRouter:
         log.info("resumed", requests=len(past.requests), next_id=past.next_id)
 
     def resume(self, request_id: RequestId, position: int, tenant: str) -> Stream:
-        """Pick one of them up. Raises as `UnclaimedRequests.take`."""
+        """Return the stream of a restored request. Raises as `UnclaimedRequests.take`."""
         inbox = self._unclaimed.take(request_id, position, tenant)
         return open_stream(inbox, self._cancel, self._cancel_later, position)
 
     @property
     def unclaimed(self) -> tuple[RequestId, ...]:
-        """Those that nobody has picked up yet."""
+        """The ids of restored requests that have not been resumed."""
         return self._unclaimed.request_ids
 
     def resend_soon(self) -> None:
-        """Intake is new. It is told all once more, though not in the middle of what it is doing."""
+        """Send all open requests to a new intake, after its present handler has returned."""
         self._loop.call_soon(self._resend)
 
     def _resend(self) -> None:
@@ -231,11 +234,11 @@ class RequestRouter:
             self._open.resend(self._intake)
 
     def attribute_crash(self, crash: ActorCrashed) -> None:
-        """An actor has crashed: a request over which it did so twice in a row is failed, and not sent again."""
+        """Fail the request over which an actor has crashed twice in a row, so that it is not sent again."""
         culprit = self._faults.at_fault(crash)
         if culprit is None or not self._availability.is_open:
             return
-        reason = f"the request brought the {crash.actor} down twice: {crash.__cause__!r}"
+        reason = f"the request crashed the {crash.actor} twice: {crash.__cause__!r}"
         log.error("request_at_fault", request_id=culprit, actor=crash.actor, exc_info=crash.__cause__)
         if (inbox := self._open.get(culprit)) is not None:
             inbox.fail(errors.RequestFailed(reason))
@@ -244,7 +247,7 @@ class RequestRouter:
 
 @contextmanager
 def _typed_refusals() -> Iterator[None]:
-    """What intake's reading refuses is said in the client's words."""
+    """Convert intake's `Refused` and `UnknownOption` into the errors of `cuelight.errors`."""
     try:
         yield
     except UnknownOption as unknown:
@@ -254,7 +257,7 @@ def _typed_refusals() -> Iterator[None]:
 
 
 def _reseeded(sampling: Sampling, number: int) -> Sampling:
-    """For the sample of this number; without a seed each draws its own."""
+    """Return the sampling options of sample `number`; without a seed they are unchanged."""
     if sampling.seed is None:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + number) % 2**64)

@@ -21,7 +21,7 @@ STUB_NAME: Final = "stub"
 """The name of an engine that serves this model."""
 
 END_TOKEN: Final = 256
-"""The end token, the only one that is no byte. The default `next_token` never returns it."""
+"""The end token, the only token that is not a byte. The default `next_token` never returns it."""
 
 CONTEXT_LENGTH: Final = 4096
 BLOCK_COUNT_DEFAULT: Final = 1024
@@ -29,7 +29,11 @@ ROLES: Final = ("system", "user", "assistant")
 
 
 def encode(prompt: Prompt) -> tuple[int, ...]:
-    """Bytes of the text; a conversation is a line `role: content` for each message, then `assistant: `."""
+    """Return the bytes of a text, or the given token ids.
+
+    A conversation is rendered as a line `role: content` for each message, then `assistant: `. Raises `Refused` for an
+    unknown role, and for text that cannot be encoded.
+    """
     check_text(prompt)
     if isinstance(prompt, str):
         return tuple(prompt.encode())
@@ -37,27 +41,27 @@ def encode(prompt: Prompt) -> tuple[int, ...]:
         return prompt
     for turn in prompt.turns:
         if turn.role not in ROLES:
-            raise Refused(Refusal.BAD_MESSAGE, f"the stub's chat template knows no role {turn.role!r}")
+            raise Refused(Refusal.BAD_MESSAGE, f"role must be one of {', '.join(ROLES)}, not {turn.role!r}")
     return tuple("".join([f"{turn.role}: {turn.content}\n" for turn in prompt.turns]).encode() + b"assistant: ")
 
 
 def decode(token_ids: Sequence[int]) -> str:
-    """The text of these bytes, with U+FFFD for what is no UTF-8; `END_TOKEN` has no text."""
+    """Return the text of these bytes, with U+FFFD for invalid UTF-8; `END_TOKEN` has no text."""
     return bytes([token_id for token_id in token_ids if token_id < END_TOKEN]).decode("utf-8", "replace")
 
 
 class StubEncoder:
-    """Tokenizes prompts into bytes."""
+    """The stub's tokenizer, whose tokens are bytes."""
 
     def encode(self, prompt: Prompt, token_limit: int) -> tuple[int, ...]:
-        """As the function of this name."""
+        """Return `encode(prompt)`."""
         return encode(prompt)
 
 
 def stub_parts(
     config: EngineConfig, next_token: Callable[[Sequence[int]], int] | None = None
 ) -> EngineParts[StubBatch]:
-    """What the stub engine's actors are built from."""
+    """Return the parts of a stub engine; `next_token` is `next_letter` by default."""
     block_count = config.block_count or BLOCK_COUNT_DEFAULT
     host = stub_host(config.host_block_count)
     return EngineParts(

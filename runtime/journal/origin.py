@@ -1,4 +1,4 @@
-"""What an engine's actors were built from, and how its journal says so."""
+"""The model and options of an engine, as its journal's header records them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuelight.models.folder import NO_FINGERPRINT, Fingerprint, ModelFacts
 
 @dataclass(frozen=True)
 class Origin:
-    """The model and options that an engine's actors were built from. A stand-in has a name and no folder."""
+    """The model and options that an engine's actors were built from; an engine made from parts has no folder."""
 
     name: str
     folder: Path | None
@@ -31,7 +31,7 @@ class _About(msgspec.Struct):
 
 
 def about(origin: Origin) -> dict[str, object]:
-    """Return what a journal says of the engine, for a replay."""
+    """Return the header of the engine's journal, as a replay needs it."""
     import importlib.metadata
 
     plain = replace(origin.config, journal=None, resume=False)
@@ -46,7 +46,7 @@ def about(origin: Origin) -> dict[str, object]:
 
 
 def read_origin(about: dict[str, object], path: str) -> Origin:
-    """Return the origin that the journal at `path` says. Raises JournalError where it is no engine's journal."""
+    """Return the origin in the header `about` of the journal at `path`. Raises JournalError if it has none."""
     try:
         known = msgspec.convert(about, _About)
     except msgspec.ValidationError as error:
@@ -56,5 +56,5 @@ def read_origin(about: dict[str, object], path: str) -> Origin:
 
 
 def _plain(value: object) -> float | str:
-    """Convert NumPy's floats and strings, which are accepted as options, too."""
+    """Return a float or a text for msgspec; options may be NumPy's floats and strings, too."""
     return float(value) if isinstance(value, float) else str(value)

@@ -1,6 +1,7 @@
-"""What a journal tells of the process that wrote it: the requests that it had accepted and not finished.
+"""Reads from a journal the requests that its process had accepted and not finished.
 
-A journal's header carries those of the process before it; its records come on top. Only what is needed is decoded.
+The journal's header has the requests that were unfinished when the file was begun; its records add to them. Only
+messages about requests and models are decoded.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _RECEIVERS: Final[Mapping[type, str]] = {
     RequestEnded: "detokenizer",
     Switch: "scheduler",
 }
-"""Of each message that says something of a request, the one who is told it first."""
+"""The messages that change a request or the model, with the actor that receives each first."""
 
 _WORK: Final = type_name(ExecuteStep)
 
@@ -44,7 +45,7 @@ _TYPES: Final[dict[Name, type]] = {type_name(kind): kind for kind in _RECEIVERS}
 
 
 class RestoredRequest(msgspec.Struct, frozen=True):
-    """A request that is to go on: as it was submitted, and its output so far. `seconds_ago` it was submitted."""
+    """A request to continue: as it was submitted `seconds_ago`, and its output so far."""
 
     request_id: RequestId
     prompt: Prompt
@@ -53,15 +54,15 @@ class RestoredRequest(msgspec.Struct, frozen=True):
     output: tuple[int, ...]
     seconds_ago: float
     is_over: bool = False
-    """It has ended, but its client may not have heard all of it."""
+    """Whether the request has ended; its client may lack a part of the output."""
     is_accepted: bool = True
-    """Else nobody knows yet whether it will be."""
+    """Whether intake has accepted the request; if not, it may still be rejected."""
 
 
 class Header(msgspec.Struct):
-    """What an engine's journal says of itself for the sake of whoever goes on from it.
+    """The part of a journal's header that a resuming process needs.
 
-    `written_at` is the time of day, `clock` that of its records' clock, both in seconds, at the same moment.
+    `written_at` (time of day) and `clock` (the clock of the records) are the same moment, both in seconds.
     """
 
     name: str
@@ -75,18 +76,21 @@ class Header(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RestoredState:
-    """What is known of an earlier process. Its model may have been another one at the end than at its start."""
+    """The state of an earlier process.
+
+    `header` has the model that served when the file was begun; `model` is the fingerprint of the last one.
+    """
 
     header: Header
     model: str
     next_id: int
     requests: tuple[RestoredRequest, ...]
-    """By id. Those that are over ended within the last seconds."""
+    """Sorted by id: the unfinished requests, and those that ended within `recent_seconds`."""
 
 
 @dataclass
 class _Life:
-    """One request, as far as the journal has told of it."""
+    """One request, as the records read so far describe it."""
 
     submit: Submit
     submitted_at: float
@@ -96,17 +100,18 @@ class _Life:
 
 
 def read_state(path: Path, *, time_of_day: float, recent_seconds: float) -> RestoredState:
-    """The past of a journal, up to its last whole record.
+    """Return the state that the journal at `path` records, up to its last whole record.
 
-    A request that ended within `recent_seconds` of that is among the others: its client may have missed the end.
-    Blocks. Raises WrongJournal for a file that is no journal of an engine of this version.
+    Requests that ended within `recent_seconds` before that record are included, since their clients may have missed the
+    end. `time_of_day` is the present one, from which the requests' ages are computed. Blocks. Raises WrongJournal for a
+    file that is not the journal of an engine of this version.
     """
     try:
         journal = read_journal(path)
         header = msgspec.convert(journal.about, Header)
         return _Reading(header).read(journal, time_of_day, recent_seconds)
     except (JournalError, NotAccepted, NotSendable, msgspec.ValidationError) as error:
-        raise WrongJournal(f"{os.fspath(path)} cannot be gone on from: {error}") from error
+        raise WrongJournal(f"the journal {os.fspath(path)} cannot be resumed: {error}") from error
 
 
 class _Reading:
@@ -117,7 +122,7 @@ class _Reading:
         self._next_id = header.next_id
         self._model = header.model
         self._models: dict[str, str] = {}
-        """Of executors that may take over, by their names."""
+        """Fingerprints of the models that may take over, by the names of their executors."""
         self._now = header.clock
         for restored in header.restored:
             submit = Submit(restored.request_id, restored.prompt, restored.sampling, _NO_CLIENT, restored.service)
@@ -129,9 +134,9 @@ class _Reading:
         for record in journal:
             self._now = record.seconds
             if isinstance(record, Recorded):
-                self._hear(record)
-        # What has passed since the last record, in which nobody lived, counts for deadlines too.
-        asleep = max(0.0, time_of_day - self._header.written_at - (self._now - self._header.clock))
+                self._apply(record)
+        # Deadlines include the time between the last record and the present, when no process ran.
+        downtime = max(0.0, time_of_day - self._header.written_at - (self._now - self._header.clock))
         requests = [
             RestoredRequest(
                 request_id,
@@ -139,7 +144,7 @@ class _Reading:
                 life.submit.sampling,
                 life.submit.service,
                 tuple(life.output),
-                max(0.0, self._now - life.submitted_at + asleep),
+                max(0.0, self._now - life.submitted_at + downtime),
                 life.ended_at is not None,
             )
             for request_id, life in sorted(self._lives.items())
@@ -147,22 +152,22 @@ class _Reading:
         ]
         return RestoredState(self._header, self._model, self._next_id, tuple(requests))
 
-    def _hear(self, record: Recorded) -> None:
+    def _apply(self, record: Recorded) -> None:
         if record.type_name == _WORK and record.actor in self._models:
-            self._model = self._models.pop(record.actor)  # it has been given work, so it has taken over
+            self._model = self._models.pop(record.actor)  # a step for the new executor: it has taken over
         kind = _TYPES.get(record.type_name)
         if kind is None or record.actor != _RECEIVERS[kind] or record.opaque:
             return
         message = self._codec.decode(record.type_name, record.body)
         if isinstance(message, TokensReady | Histories | RequestEnded):
-            self._hear_output(message, record.seconds)
+            self._apply_output(message, record.seconds)
             return
         match message:
             case Submit(request_id):
                 self._next_id = max(self._next_id, request_id + 1)
                 self._lives.setdefault(request_id, _Life(message, record.seconds, output=list(message.output)))
             case Open(request_id):
-                self._next_id = max(self._next_id, request_id + 1)  # of a prompt that was too long to be recorded
+                self._next_id = max(self._next_id, request_id + 1)  # the `Submit` may have been too long to record
                 if (life := self._lives.get(request_id)) is not None:
                     life.is_accepted = True
             case Cancel(request_id) | FailRequest(request_id):
@@ -170,7 +175,7 @@ class _Reading:
             case Switch():
                 self._models[_EXECUTORS[message.executor_id].name] = message.model
 
-    def _hear_output(self, message: TokensReady | Histories | RequestEnded, seconds: float) -> None:
+    def _apply_output(self, message: TokensReady | Histories | RequestEnded, seconds: float) -> None:
         match message:
             case TokensReady():
                 for request_id, token_id, at in zip(
@@ -203,14 +208,14 @@ class _Reading:
 
 
 class _NoClient:
-    """Stands for the clients of a process that is no more."""
+    """The address in place of a client's, whose process has ended."""
 
     def tell(self, message: object, /) -> None:
-        raise AssertionError("nobody tells them anything")
+        raise AssertionError("reading a journal sends no messages")
 
 
 _NO_CLIENT: Final = _NoClient()
 
 
 def _no_id(_: object) -> AddressId:
-    raise AssertionError("a journal that is read is not written")
+    raise AssertionError("reading a journal encodes no addresses")

@@ -1,6 +1,6 @@
-"""An engine's journal: begun where an earlier process left off, and begun anew when it has grown long.
+"""An engine's journal: its creation, its continuation from an earlier process, and its rotation.
 
-The file at the journal's path is whole at any moment: another one takes its place only once it has all in its header.
+The file at the journal's path is complete at any moment: a new file replaces it only once its header is written.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if sys.platform != "win32":
     import fcntl
 
 BYTES_MAX: Final = 64 * 1024**2
-"""A journal that is to be gone on from is begun anew when it is longer, or twice as long as its header."""
+"""Size at which a journal with `resume` is rotated, or twice the size of its header if that is larger."""
 
 Unfinished: TypeAlias = Callable[[float], tuple[int, tuple[RestoredRequest, ...]]]
-"""The next request's id and all requests that have not ended, at a time of the loop's clock."""
+"""Returns the next request's id and all unfinished requests, given the time of the loop's clock."""
 
 log = get_logger("cuelight.engine")
 
 
 class RotatingJournal:
-    """The tap of an engine that its next process may go on from.
+    """The tap of an engine with `resume`: a journal that is replaced when its file has grown too large.
 
-    Of a file that has become too long only what has not ended is kept, in the header of the one that replaces it.
+    The new file's header has the unfinished and recently ended requests; the old file's records are dropped.
     """
 
     def __init__(self, journal: Journal, origin: Origin, clock: Callable[[], float], unfinished: Unfinished) -> None:
@@ -47,10 +47,10 @@ class RotatingJournal:
         self._clock = clock
         self._unfinished = unfinished
         self._bytes_max = max(BYTES_MAX, 2 * journal.size_bytes)
-        self._is_held = True  # until all that was carried over is under way
+        self._is_held = True  # until all restored requests are submitted
 
     def allow_rotation(self) -> None:
-        """Whatever has not ended is known from now on."""
+        """Allow rotation, once `unfinished` returns all unfinished requests."""
         self._is_held = False
 
     def __call__(self, event: Event) -> None:
@@ -59,7 +59,7 @@ class RotatingJournal:
             self._rotate_soon()
 
     def model_changed(self, origin: Origin) -> None:
-        """Another model serves, and it is its journal from now on."""
+        """Rotate to a journal whose header names the model that has taken over."""
         self._origin = origin
         self._rotate_soon()
 
@@ -69,7 +69,7 @@ class RotatingJournal:
             asyncio.get_running_loop().call_soon(self._rotate)
 
     def _rotate(self) -> None:
-        """Between two messages: all that was recorded has been done."""
+        """Replace the file. Called between two messages, when all recorded messages have been handled."""
         before = self._journal
         if before.error is not None or before.is_closed:
             return
@@ -85,24 +85,24 @@ class RotatingJournal:
         self._is_held = False
 
     def flush(self) -> None:
-        """Have in the file what was recorded so far."""
+        """Write all records so far to the file."""
         self._journal.flush()
 
     def close(self) -> None:
-        """Nothing is recorded any more. Harmless when done twice."""
+        """Stop recording and close the file. Does nothing the second time."""
         self._journal.close()
 
 
 def open_journal(
     origin: Origin, clock: Callable[[], float], unfinished: Unfinished
 ) -> tuple[Journal | RotatingJournal | None, RestoredState | None]:
-    """The journal that the configuration asks for, and what it was told by an earlier process, if it is to go on.
+    """Open the journal that the options name; with `resume`, also return the state in an earlier process's journal.
 
     Blocks.
 
     Raises:
-        ConfigError: it cannot be created, or the queue has no room for all that are to go on.
-        WrongJournal: it is there, and cannot be gone on from; it stays as it is.
+        ConfigError: the journal cannot be created, or the queue has no room for all unfinished requests.
+        WrongJournal: the existing journal cannot be resumed; it is left unchanged.
     """
     config = origin.config
     if config.journal is None:
@@ -128,18 +128,22 @@ def _restore(path: Path, origin: Origin) -> RestoredState:
     mine = origin.fingerprint
     unfinished = [each for each in past.requests if not each.is_over]
     if past.model != mine.model and not unfinished:
-        past = replace(past, requests=())  # nobody waits for the other model
+        past = replace(past, requests=())  # ended requests of another model are dropped
     elif past.model != mine.model:
         other = "another model" if past.header.tokenizer == mine.tokenizer else "a model with another tokenizer"
         raise WrongJournal(
-            f"{path} is the journal of {other}, {past.header.name!r}: {origin.name!r} cannot go on from it"
+            f"{path} is the journal of {other}, {past.header.name!r}, and has unfinished requests: "
+            f"{origin.name!r} cannot resume it"
         )
     room = config.queue_limit - len(unfinished)
     if room < 0:
-        raise ConfigError(f"{len(unfinished)} requests are to go on, and the queue limit is {config.queue_limit}")
+        raise ConfigError(
+            f"queue_limit is {config.queue_limit}; it must be at least {len(unfinished)}, "
+            f"the number of requests to resume from {path}"
+        )
     over = [each for each in past.requests if each.is_over]
     kept = {each.request_id for each in unfinished + over[max(0, len(over) - room) :]}
-    # What was submitted in the last turn of a killed process may not be in its journal, and its id is somebody's.
+    # Requests of a killed process's last turn may be missing in its journal, and their ids must not be used again.
     next_id = past.next_id + config.queue_limit
     return replace(past, next_id=next_id, requests=tuple(each for each in past.requests if each.request_id in kept))
 
@@ -159,10 +163,10 @@ def _header(origin: Origin, clock: float, next_id: int, restored: tuple[Restored
 
 
 def _replace(path: Path, origin: Origin, clock: float, next_id: int, restored: tuple[RestoredRequest, ...]) -> Journal:
-    """A new journal with these requests in its header, in place of the one at `path`. Raises JournalError."""
+    """Replace the journal at `path` by a new one with these requests in its header. Raises JournalError."""
     beside = path.with_name(f"{path.name}.new")
     try:
-        beside.unlink(missing_ok=True)  # of a process that was killed just here
+        beside.unlink(missing_ok=True)  # left by a process that was killed during a rotation
         try:
             journal = Journal(beside, about=_header(origin, clock, next_id, restored))
         except JournalError:
@@ -182,9 +186,9 @@ def _replace(path: Path, origin: Origin, clock: float, next_id: int, restored: t
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Nobody else writes to the journal there, nor goes on from it meanwhile. Gives whether there is one.
+    """Lock the journal at `path` against other processes that write to it or resume it.
 
-    Raises JournalError.
+    Yields whether the file exists and is not empty. Raises JournalError if another process has locked or replaced it.
     """
     try:
         file = os.open(path, os.O_RDWR)
@@ -198,12 +202,12 @@ def _locked(path: Path) -> Iterator[bool]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise JournalError(f"another journal is being written to {path}") from None
+                raise JournalError(f"the journal {path} is in use by another engine: give another path") from None
             except OSError:
                 pass  # a file system without locks
         with suppress(OSError):
             if not os.path.samestat(os.fstat(file), path.stat()):
-                raise JournalError(f"another process has just gone on from {path}")
+                raise JournalError(f"the journal {path} was just replaced by another process")
         yield os.fstat(file).st_size > 0
     finally:
         os.close(file)

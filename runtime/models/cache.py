@@ -1,7 +1,6 @@
-"""The model cache on disk: a folder in it is complete or absent, whoever else is building it at the same time.
+"""The model cache on disk: its location, locks, manifests and partly built folders.
 
-Owns the cache's place, locks, manifests and half-built folders. Knows nothing of what a model folder contains or where
-it comes from.
+A folder in the cache is complete or absent, even while several processes build it. Its contents are the callers'.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from cuelight.errors import ModelUnavailable
 fcntl: ModuleType | None
 try:
     import fcntl
-except ImportError:  # no such module on Windows: two builders may then both work, and the first to finish wins
+except ImportError:  # absent on Windows: two processes may then build a folder, and the first result is kept
     fcntl = None
 
 MANIFEST = "cuelight.json"
 
-# Raised when a conversion writes different files for the same source, so that older folders are built again.
+# To be increased when a conversion writes different files for the same source, so that older folders are rebuilt.
 FORMAT = 1
 
 Build = Callable[[Path, Path], None]
@@ -32,24 +31,27 @@ Build = Callable[[Path, Path], None]
 
 
 def cache_directory() -> Path:
-    """`$CUELIGHT_CACHE`, else `$XDG_CACHE_HOME/cuelight`, else `~/.cache/cuelight`."""
+    """Return `$CUELIGHT_CACHE`, else `$XDG_CACHE_HOME/cuelight`, else `~/.cache/cuelight`.
+
+    Raises ModelUnavailable if none of these is set and there is no home folder.
+    """
     if chosen := os.environ.get("CUELIGHT_CACHE"):
         return Path(chosen).absolute()
-    # A relative XDG path is invalid by that standard and to be ignored.
+    # The XDG standard requires relative paths to be ignored.
     if (xdg := os.environ.get("XDG_CACHE_HOME")) and Path(xdg).is_absolute():
         return Path(xdg) / "cuelight"
     try:
         return Path.home() / ".cache" / "cuelight"
     except RuntimeError as error:
-        raise ModelUnavailable("there is no home folder to keep models in: set CUELIGHT_CACHE to a folder") from error
+        raise ModelUnavailable("no home folder was found for models: set CUELIGHT_CACHE to a folder") from error
 
 
 def built_once(name: str, source: str, build: Build, waiting: Callable[[], None]) -> Path:
-    """The folder `models/<name>` of the cache, built first if it is absent, damaged or made from another `source`.
+    """Return the folder `models/<name>` of the cache; build it if it is absent, damaged or from another `source`.
 
-    `source` is the SHA-256 of what the model is made from. `build` runs in at most one process at a time; `waiting` is
-    called before waiting for another one. Raises `ModelUnavailable` when the cache cannot be written, and what `build`
-    raises; no folder is left behind then.
+    `source` is the SHA-256 of the model's source. `build` runs in at most one process at a time; `waiting` is called
+    before a wait for another process. Raises `ModelUnavailable` if the cache cannot be written, and the errors of
+    `build`; no folder is left behind then.
     """
     folder = cache_directory() / "models" / name
     if is_whole(folder, source):
@@ -68,19 +70,19 @@ def built_once(name: str, source: str, build: Build, waiting: Callable[[], None]
 
 
 def is_whole(folder: Path, source: str) -> bool:
-    """Whether `folder` was built from `source` and every file of it still has the size it was written with."""
+    """Return whether `folder` was built from `source`, and every file has the size that its manifest names."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT or manifest["source"] != source:
             return False
         return all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # absent, or not a manifest of ours
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # absent, or not a manifest of this cache
         return False
 
 
 def _rebuild(folder: Path, source: str, build: Build, exclusive: bool) -> None:
     if exclusive:
-        # Nobody else builds this name now, so any such folder belongs to a process that was killed.
+        # No other process builds this name now, so such a folder was left by a process that was killed.
         for stale in folder.parent.glob(f"{folder.name}.*.partial"):
             shutil.rmtree(stale, ignore_errors=True)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
@@ -103,7 +105,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _replace(folder: Path, model: Path, source: str) -> None:
-    """Put `model` where a damaged or outdated `folder` may stand; someone else's equal result is as good as ours."""
+    """Move `model` to `folder`, in place of a damaged or outdated folder; keep an equal one of another process."""
     shutil.rmtree(folder, ignore_errors=True)
     try:
         model.rename(folder)
@@ -114,7 +116,7 @@ def _replace(folder: Path, model: Path, source: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[bool]:
-    """Hold the lock file; yields whether it really excludes others. The system lets go of it when a process dies."""
+    """Hold the lock file; yields whether it excludes other processes. A lock ends with its process."""
     if fcntl is None:
         yield False
         return

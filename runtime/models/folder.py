@@ -1,6 +1,6 @@
-"""Checks a local Hugging Face folder as far as that is cheap, so that a mistake is named here and not deep in a loader.
+"""Reads a local Hugging Face folder: checks that are cheap, the model's facts, and its fingerprint.
 
-Knows the layout of such a folder; nothing of where it came from.
+The checks name a missing or damaged file before a loader fails on it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from cuelight.errors import ModelUnavailable
 
 
 def checked_folder(folder: Path) -> Path:
-    """`folder`, if it has a readable configuration, complete safetensors weights and a tokenizer."""
+    """Return `folder`, if it has a readable configuration, complete safetensors weights and a tokenizer.
+
+    Raises ModelUnavailable.
+    """
     missing = []
     if not (folder / "config.json").is_file():
         missing.append("config.json")
@@ -30,9 +33,9 @@ def checked_folder(folder: Path) -> Path:
     if missing:
         hint = ""
         if not weights and any(folder.glob("*.bin")):
-            hint = ". Weights in .bin files are not read: save them as safetensors first"
+            hint = ". Weights in .bin files are not supported: save them as safetensors first"
         elif not weights and (files := sorted(folder.glob("*.gguf"))):
-            hint = f". It holds a GGUF file: name that instead, {files[0]}"
+            hint = f". It has a GGUF file: give that instead, {files[0]}"
         raise ModelUnavailable(f"the model folder {folder} lacks {', '.join(missing)}{hint}.")
     json_object(folder / "config.json")
     _check_shards(folder)
@@ -42,13 +45,13 @@ def checked_folder(folder: Path) -> Path:
 
 
 def json_object(path: Path) -> dict[str, object]:
-    """What a JSON file holds. Raises ModelUnavailable if that is not an object, or cannot be read."""
+    """Return the object in a JSON file. Raises ModelUnavailable if the file cannot be read or has no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelUnavailable(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ModelUnavailable(f"{path} does not hold a JSON object")
+        raise ModelUnavailable(f"{path} does not contain a JSON object")
     return content
 
 
@@ -79,7 +82,7 @@ def _check_safetensors(file: Path) -> None:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What intake and the scheduler need to know of a model."""
+    """The facts of a model that intake and the scheduler need."""
 
     vocab_size: int
     context_length: int
@@ -87,10 +90,10 @@ class ModelFacts:
 
 
 def read_facts(folder: Path) -> ModelFacts:
-    """The facts in a Hugging Face folder's configuration files.
+    """Return the facts in a Hugging Face folder's configuration files.
 
     Raises:
-        ModelUnavailable: a file is missing or does not say what it must.
+        ModelUnavailable: a file is missing, or a value is missing or invalid.
     """
     config = json_object(folder / "config.json")
     text = config.get("text_config")
@@ -103,7 +106,10 @@ def read_facts(folder: Path) -> ModelFacts:
     ends = tuple(_whole({"eos_token_id": token_id}, folder, "eos_token_id", at_least=0) for token_id in eos_ids)
     for token_id in ends:
         if token_id >= vocab_size:
-            raise ModelUnavailable(f"{folder} is not of one model: its end token is {token_id}, of {vocab_size} tokens")
+            raise ModelUnavailable(
+                f"inconsistent model folder {folder}: "
+                f"eos_token_id {token_id} is outside the vocabulary of {vocab_size} tokens"
+            )
     return ModelFacts(
         vocab_size=vocab_size,
         context_length=_whole(config, folder, _name_of_context_length(config), at_least=2),
@@ -112,16 +118,16 @@ def read_facts(folder: Path) -> ModelFacts:
 
 
 def _name_of_context_length(config: Mapping[str, object]) -> str:
-    """What this model's configuration calls it."""
+    """Return the key of the context length in this model's configuration."""
     return "n_positions" if "n_positions" in config else "max_position_embeddings"
 
 
 def _whole(config: Mapping[str, object], folder: Path, name: str, *, at_least: int) -> int:
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ModelUnavailable(f"{folder} does not say its {name}: this model cannot be served")
+        raise ModelUnavailable(f"the configuration in {folder} has no whole number {name}: the model cannot be served")
     if value < at_least:
-        raise ModelUnavailable(f"{folder} cannot be served: its {name} is {value}, and must be at least {at_least}")
+        raise ModelUnavailable(f"{name} in {folder} must be at least {at_least}, not {value}")
     return value
 
 
@@ -133,25 +139,29 @@ IRRELEVANT = (
     *("name_or_path", "transformers_version", "processor_class", "is_local", "local_files_only", "backend"),
     *("auto_map", "_commit_hash", "model_max_length"),
 )
-"""What the tokenizer's configuration says of itself, and means nothing for what it does."""
+"""Keys of the tokenizer's configuration that do not affect tokenization."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Digests. Models with the same `tokenizer` turn text into the same tokens and back; `model` is of one alone."""
+    """Digests of a model.
+
+    Models with the same `tokenizer` convert between text and tokens in the same way; `model` identifies one model.
+    """
 
     tokenizer: str
     model: str
 
 
 NO_FINGERPRINT = Fingerprint("", "")
-"""Of a model that nobody compares with another one."""
+"""The fingerprint of a model that is not compared with another."""
 
 
 def fingerprint(folder: Path) -> Fingerprint:
-    """Of the model in a Hugging Face folder: its configuration, tokenizer, and the names and sizes of its weights.
+    """Return the fingerprint of the model in a Hugging Face folder.
 
-    Blocks. Raises ModelUnavailable for files that cannot be read.
+    Computed from its configuration, its tokenizer, and the names and sizes of its weight files. Blocks. Raises
+    ModelUnavailable for files that cannot be read.
     """
     try:
         tokenizer, model = hashlib.sha256(), hashlib.sha256()
@@ -172,7 +182,7 @@ def _add(digest: hashlib._Hash, name: str, content: bytes) -> None:
 
 
 def _essence(file: Path) -> bytes:
-    """What the file means: the same for JSON that is laid out in another way."""
+    """Return the file's content in a normal form, in which the layout of JSON makes no difference."""
     content = file.read_bytes()
     if file.suffix != ".json":
         return content

@@ -1,4 +1,4 @@
-"""Fetches hub models into the hub's own cache. Knows the hub's errors, so that nobody else has to."""
+"""Fetches models from the Hugging Face hub into the hub's own cache, and converts its errors to ModelUnavailable."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from cuelight.models.progress import Progress
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether `text` has the form `org/name`."""
+    """Return whether `text` has the form `org/name`."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text, re.ASCII) is not None
 
 
 def hub_folder(name: str, progress: Progress, refresh: bool) -> Path:
-    """The folder of a hub model, from the local cache unless `refresh` or incomplete. Raises `ModelUnavailable`."""
+    """Return the folder of a hub model; fetch it with `refresh`, or if the local copy is absent or incomplete.
+
+    Raises `ModelUnavailable`.
+    """
     if not refresh:
         try:
             return checked_folder(_snapshot(name, progress, local=True))
-        except (OSError, ValueError, ModelUnavailable):  # not here, only in part, or no valid id: the hub will say
+        except (OSError, ValueError, ModelUnavailable):  # absent, incomplete, or an invalid id, which the hub rejects
             pass
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -29,17 +32,17 @@ def hub_folder(name: str, progress: Progress, refresh: bool) -> Path:
         folder = _snapshot(name, progress, local=False)
     except GatedRepoError as error:
         raise ModelUnavailable(
-            f"the hub model {name} is gated: ask for access on its page, then type `hf auth login` and try again."
+            f"the hub model {name} is gated: request access on its page, then run `hf auth login` and try again."
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelUnavailable(
-            f"the hub has no model {name}, or it is private: check the name, or type `hf auth login`. "
+            f"the hub has no model {name}, or it is private: check the name, or run `hf auth login`. "
             f"There is no local folder {name} either."
         ) from error
-    except Exception as error:  # whatever the hub's HTTP library of the day raises: unreachable, offline, disk full
+    except Exception as error:  # unreachable, offline, disk full: the types depend on the hub's HTTP library
         raise ModelUnavailable(
-            f"the hub model {name} is not in the local cache and cannot be fetched ({_first_line(error)}). Type "
-            f"`cuelight pull {name}` where the hub can be reached, or name a local folder or a .gguf file instead."
+            f"the hub model {name} is not in the local cache and cannot be fetched ({_first_line(error)}). Run "
+            f"`cuelight pull {name}` where the hub can be reached, or give a local folder or a .gguf file instead."
         ) from error
     return checked_folder(folder)
 
@@ -54,7 +57,7 @@ def _snapshot(name: str, progress: Progress, local: bool) -> Path:
         def __init__(self, *args: object, **options: object) -> None:
             super().__init__(*args, **(options | {"disable": None if progress.shown else True}))
 
-    # The top level only: folders of a repository hold other formats of the same weights.
+    # The top level only: folders of a repository have other formats of the same weights.
     wanted: Sequence[str] = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
     unwanted: Sequence[str] = ("*/*", "consolidated*")
     return Path(

@@ -1,4 +1,4 @@
-"""What a long fetch, conversion or start shows on stderr. Knows nothing of models; silent unless asked for."""
+"""Progress of a fetch, a conversion or a start on standard error, shown only on request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def counting_bar(total: int, unit: str, *, shown: bool = True, **options: object) -> tqdm[None]:
-    """A tqdm bar without tqdm's monitor thread, which would outlive it in the host program."""
+    """Return a tqdm bar without tqdm's monitor thread, which would outlive the bar in the host program."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg, misc, unused-ignore]  # tqdm's types, where installed, are generic
@@ -21,7 +21,7 @@ def counting_bar(total: int, unit: str, *, shown: bool = True, **options: object
 
 
 class Progress:
-    """Notes and one bar at a time. Bars appear on a terminal only, so that a log keeps to one line a phase."""
+    """Prints notes, and shows one bar at a time. Bars appear on a terminal only, so that a log has a line per phase."""
 
     def __init__(self, shown: bool) -> None:
         self.shown = shown
@@ -37,8 +37,8 @@ class Progress:
             sys.stderr.flush()
 
     def phase(self, text: str) -> None:
-        """Say what is being done now: on a terminal in place of the phase before, else in a line of its own."""
-        if text == self._phase:  # told twice
+        """Show the present phase: on a terminal in place of the phase before, else on a line of its own."""
+        if text == self._phase:
             return
         self._phase = text
         if not self.shown or not sys.stderr.isatty():
@@ -50,7 +50,7 @@ class Progress:
         sys.stderr.flush()
 
     def bar(self, what: str, total: int, unit: str) -> None:
-        """Put up a new bar of `total` units in place of the one before."""
+        """Show a new bar of `total` units in place of the one before."""
         self.close()
         if self.shown:
             self._bar = counting_bar(total, unit, desc=what, unit_scale=unit == "B", disable=None, leave=False)
@@ -62,7 +62,7 @@ class Progress:
             self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
-        """Take the bar down, and the phase."""
+        """Remove the bar and the phase."""
         if self._has_phase:
             self._has_phase = False
             sys.stderr.write("\r\x1b[2K")

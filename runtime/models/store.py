@@ -1,7 +1,8 @@
-"""Turns a model name into a local Hugging Face folder, fetching and converting it where needed.
+"""Resolves a model name to a local Hugging Face folder; fetches and converts the model where needed.
 
-Owns the names: built-in models, local folders, GGUF files and hub ids. Must not import torch or transformers, so that
-an engine whose model is already there starts without them. Every failure is a `ModelUnavailable` that says what to do.
+Names are those of built-in models, local folders, GGUF files and hub ids. Must not import torch or transformers, so
+that an engine whose model is already local starts without them. Every failure is a `ModelUnavailable` that says what to
+do.
 """
 
 from __future__ import annotations
@@ -40,25 +41,31 @@ BUILT_IN: Mapping[str, Packaged] = MappingProxyType(
 
 
 def model_path(name: str | os.PathLike[str], *, progress: bool = False) -> Path:
-    """The folder of a model: its configuration, safetensors weights, tokenizer and chat template.
+    """Return the folder of a model: its configuration, safetensors weights, tokenizer and chat template.
 
-    `name` is a built-in name in any case, a Hugging Face folder, a `.gguf` file, or a hub id `org/name`. What is
-    missing is fetched, and a GGUF file is converted once per content. A hub model that is already here is used without
-    asking the hub. Blocks for as long as that takes: call it off the event loop. Raises `ModelUnavailable`.
+    Missing files are fetched, and a GGUF file is converted once per content. A hub model in the local cache is used
+    without a request to the hub. Blocks until done: call it on a thread, not on the event loop.
+
+    Args:
+        name: a built-in name in any case, a Hugging Face folder, a `.gguf` file, or a hub id `org/name`.
+        progress: show progress on standard error.
+
+    Raises:
+        ModelUnavailable: the model cannot be found, fetched, converted or read.
     """
     with Progress(progress) as shown:
         return _resolve(name, shown, refresh=False)
 
 
 def pull(name: str | os.PathLike[str] = DEFAULT_MODEL, progress: bool = True) -> Path:
-    """Like `model_path`, but asks the hub for a newer version of a hub model even when one is here."""
+    """Return the folder of a model as `model_path` does, and fetch a newer version of a hub model if there is one."""
     with Progress(progress) as shown:
         return _resolve(name, shown, refresh=True)
 
 
 def _resolve(name: str | os.PathLike[str], progress: Progress, refresh: bool) -> Path:
     if not isinstance(name, str | os.PathLike):
-        raise ModelUnavailable(f"a model is named by text or a path, not by {type(name).__name__}. {_forms()}")
+        raise ModelUnavailable(f"a model's name must be text or a path, not {type(name).__name__}. {_forms()}")
     text = os.fsdecode(name)
     if isinstance(name, str) and (key := text.strip().lower()) in BUILT_IN:
         return _built_in(key, BUILT_IN[key], progress)
@@ -93,7 +100,7 @@ def _built_in(name: str, model: Packaged, progress: Progress) -> Path:
 
 
 def _gguf_file(path: Path, progress: Progress) -> Path:
-    # The content is hashed at every start: a second per gigabyte or so, and a changed file is never mistaken.
+    # The content is hashed at every start, at about a second per gigabyte, so that a changed file is always noticed.
     try:
         digest = sha256_of(path)
     except OSError as error:
@@ -112,7 +119,7 @@ def _note_waiting(progress: Progress, name: str) -> None:
 def _convert(source: Path, folder: Path, progress: Progress) -> None:
     """Run the converter as a child process.
 
-    It needs torch and transformers, gigabytes for a large model, and seconds of Python that never let go of the GIL:
+    The conversion imports torch and transformers, takes gigabytes for a large model, and holds the GIL for seconds:
     in this process it would stall the event loop of the program that embeds the engine.
     """
     # -P keeps the current folder off the child's path: a torch.py lying there must not be imported.
@@ -144,7 +151,7 @@ def _convert(source: Path, folder: Path, progress: Progress) -> None:
 
 
 def _follow(lines: Iterable[str], progress: Progress) -> str:
-    """Show the converter's stages as they come; returns the reason it gives for failing, if it does."""
+    """Show the converter's stages from its output lines; return the reason of its failure, or an empty text."""
     reason = ""
     for line in lines:
         match line.strip().split(" ", 3):

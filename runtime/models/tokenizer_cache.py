@@ -1,6 +1,6 @@
-"""A model's tokenizer for intake and detokenizer: what transformers made of it once, kept for later starts.
+"""Loads a model's tokenizer from a cache entry, which a child process with transformers writes once.
 
-Owns the cache entry and the child process that fills it. Imports neither torch, transformers nor tokenizers.
+Imports neither torch, transformers nor tokenizers.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ log = get_logger("cuelight.engine")
 
 
 def load_tokenizer(folder: Path) -> tuple[PromptEncoder, Callable[[Sequence[int]], str]]:
-    """How prompts become tokens and tokens text. Blocks; raises whatever transformers stumbles over.
+    """Return the encoder of prompts and the decoder of tokens. Blocks; raises the errors of transformers.
 
-    transformers' loader brings torch along: seconds, and some 200 MB for as long as the process lives. So it runs in a
-    child process, once per model; here it runs where a tokenizer cannot be kept, or where torch is loaded anyway.
+    The loader of transformers imports torch, which takes seconds and about 200 MB for the life of the process. So it
+    runs in a child process, once per model; it runs in this process if the result cannot be cached, or torch is
+    imported already.
     """
     if not _has_torch() and (kept := _kept(folder)) is not None:
         return PromptEncoder.load_cached(kept), load_cached_decoder(kept / TOKENIZER_FILE)
@@ -56,7 +57,7 @@ def _kept(folder: Path) -> Path | None:
 
 
 def _state_of(folder: Path) -> str:
-    """Another text for other files, or other versions of those who read them."""
+    """Return a digest of the folder's file names, sizes and times, and of the versions of the tokenizer packages."""
     digest = hashlib.sha256()
     for package in ("transformers", "tokenizers"):
         digest.update(f"{package} {version(package)}\0".encode())
@@ -67,7 +68,7 @@ def _state_of(folder: Path) -> str:
 
 
 def _keep(folder: Path, into: Path) -> None:
-    """Raises ModelUnavailable."""
+    """Write the cache entry in a child process. Raises ModelUnavailable."""
     # -P keeps the current folder off the child's path: a torch.py lying there must not be imported.
     command = [sys.executable, "-P", "-m", KEEPER, str(folder), str(into)]
     try:
@@ -82,7 +83,7 @@ def _keep(folder: Path, into: Path) -> None:
             timeout=KEEPER_SECONDS_MAX,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ModelUnavailable(f"the tokenizer's loader does not run: {error}") from error
+        raise ModelUnavailable(f"the tokenizer's loader did not finish: {error}") from error
     if done.returncode != 0:
         raise ModelUnavailable(f"the tokenizer's loader failed: {done.stderr.strip().rpartition(chr(10))[2]}")
 

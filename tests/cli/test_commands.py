@@ -188,7 +188,7 @@ def test_empty_question_is_refused_before_any_engine(
 ) -> None:
     pipe_in(monkeypatch, content)
     assert cli.main(["chat"]) == 1
-    assert "there is no question" in capsys.readouterr().err
+    assert "the question is empty" in capsys.readouterr().err
     assert stage.engines == []
 
 

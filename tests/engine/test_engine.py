@@ -597,7 +597,7 @@ async def test_an_engine_that_does_not_serve_says_why() -> None:
             await call()
     async with started(engine):
         await check_healthy(engine)
-        with pytest.raises(errors.EngineClosed, match="started once"):
+        with pytest.raises(errors.EngineClosed, match="started or stopped before"):
             await engine.start()
         await check_healthy(engine)
     for call in calls:

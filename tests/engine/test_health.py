@@ -92,7 +92,7 @@ async def test_every_crash_is_counted_and_the_last_are_remembered() -> None:
         health = engine.health()
     assert health.state == "serving"
     assert tuple(each.actor for each in health.crashes) == ACTORS
-    assert all("a test wants it" in each.error and each.seconds_ago >= 0 for each in health.crashes)
+    assert all("crashed by cuelight.testing.crash" in each.error and each.seconds_ago >= 0 for each in health.crashes)
     assert health.last_recovery is not None
 
 
@@ -105,7 +105,7 @@ async def test_the_executor_s_loss_is_a_recovery_with_a_reason(tmp_path: Path) -
         crash(engine, "executor")
         await until(lambda: engine.health().state == "recovering")
         await until(lambda: engine.health().phase != "")
-        assert "a test wants it" in engine.health().reason
+        assert "crashed by cuelight.testing.crash" in engine.health().reason
         (tmp_path / "hold the load").unlink()
         await until(lambda: engine.health().state == "serving")
         health = engine.health()

@@ -218,7 +218,7 @@ async def test_a_process_that_dies_at_the_start_is_replaced(folder: Path) -> Non
     async with asyncio.timeout(NET_SECONDS):
         starting = asyncio.create_task(engine.start())
         await until(lambda: len(executors.lives(folder)) == 1)
-        assert engine.health().restarts == {"executor": 1}, "the first one has not said a word"
+        assert engine.health().restarts == {"executor": 1}, "the first process sent no message"
         assert not (folder / "die at birth").exists()
         os.kill(executors.lives(folder)[0], signal.SIGKILL)
         await until(lambda: len(executors.lives(folder)) == 2)
@@ -238,7 +238,7 @@ async def test_a_process_that_never_says_a_word_is_an_error_of_the_start(
     monkeypatch.setattr("cuelight.core.lifecycle.REPORT_SECONDS", 0.05)
     engine = Engine.from_parts("stub", lambda config: executors.parts(folder, config), executor="process")
     async with asyncio.timeout(NET_SECONDS):
-        with pytest.raises(errors.ModelUnavailable, match=r"not said a word for 0\.05 s"):
+        with pytest.raises(errors.ModelUnavailable, match=r"sent no message for 0\.05 s"):
             await engine.start()
     await until_gone(before)
 

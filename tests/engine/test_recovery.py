@@ -229,7 +229,7 @@ async def test_a_request_that_brings_intake_down_twice_fails_alone() -> None:
         streams = submitted(engine)
         poison = engine.stream("poison", max_tokens=TOKENS)
         more = {f"more {n}": engine.stream(f"more {n}", max_tokens=TOKENS) for n in range(3)}
-        with pytest.raises(errors.RequestFailed, match=r"brought the intake down twice: .*dies of poison"):
+        with pytest.raises(errors.RequestFailed, match=r"crashed the intake twice: .*dies of poison"):
             await poison.result()
         await check_all({**streams, **more})
         assert engine.health().restarts == {"intake": 2}

@@ -847,7 +847,7 @@ def test_only_intake_and_detokenizer_need_the_models_folder(
     tmp_path: Path, folder: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = of_a_model(tmp_path / "engine.journal", None if folder is None else tmp_path / folder)
-    words = "without a model's folder" if folder is None else f"its folder {tmp_path / folder} is gone"
+    words = "names no model folder" if folder is None else f"the folder {tmp_path / folder} does not exist"
     for actor in ("intake", "detokenizer"):
         assert words in refusal(path, actor, capsys)
     for actor in ("cache", "scheduler", "executor"):

@@ -444,7 +444,7 @@ async def test_a_journal_whose_messages_are_of_another_version_stays_as_it_is(jo
     old = Recorded(0.0, "scheduler", "detokenizer", "cuelight.messages.detokenizer:TokensReady", body)
     content = file.read_bytes() + encode_record(old)
     file.write_bytes(content)
-    with pytest.raises(errors.WrongJournal, match="cannot be gone on from"):
+    with pytest.raises(errors.WrongJournal, match="cannot be resumed"):
         await stub_engine(journal=file, resume=True).start()
     assert file.read_bytes() == content
 
@@ -457,10 +457,10 @@ async def test_the_journal_of_another_model_stays_as_it_is(journal: Path) -> Non
         del held
     content = file.read_bytes()
     other = Engine.from_parts("other", stub_parts, journal=file, resume=True)
-    with pytest.raises(errors.WrongJournal, match="'stub': 'other' cannot go on from it"):
+    with pytest.raises(errors.WrongJournal, match="'stub', and has unfinished requests: 'other' cannot resume it"):
         await other.start()
     assert file.read_bytes() == content
-    with pytest.raises(errors.ConfigError, match="the queue limit is"):
+    with pytest.raises(errors.ConfigError, match="queue_limit is"):
         async with gated(journal=journal, resume=True) as (engine, _):
             many = [engine.stream(f"request {number}") for number in range(4)]
             await turns()
@@ -474,7 +474,7 @@ async def test_the_journal_of_another_model_stays_as_it_is(journal: Path) -> Non
 async def test_a_journal_that_is_being_written(journal: Path) -> None:
     async with gated(journal=journal, resume=True) as (engine, gate):
         stream = engine.stream("a request", max_tokens=5)
-        with pytest.raises(errors.ConfigError, match="another journal is being written"):
+        with pytest.raises(errors.ConfigError, match="is in use by another engine"):
             await stub_engine(journal=journal, resume=True).start()
         gate.allow()
         assert (await stream.result()).token_ids == expected_tokens("a request", 5)

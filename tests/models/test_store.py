@@ -218,7 +218,7 @@ def test_wheel_without_the_file_is_refused(
     packaged: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "BUILT_IN", {"tiny": Packaged("tiny-model", "1.0", "tiny_model/other.gguf", "0", 1)})
-    assert "does not hold tiny_model/other.gguf" in refusal("tiny")
+    assert "is damaged or lacks tiny_model/other.gguf" in refusal("tiny")
 
 
 def test_gguf_file_is_converted_once_per_content(gguf: Path, converter: Converter, tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_folder_hints_at_what_it_has_instead(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     (folder / "x.gguf").touch()
-    assert f"name that instead, {folder / 'x.gguf'}" in refusal(folder)
+    assert f"give that instead, {folder / 'x.gguf'}" in refusal(folder)
     (folder / "pytorch_model.bin").touch()
     assert "save them as safetensors" in refusal(folder)
 
@@ -396,7 +396,7 @@ def test_any_other_name_is_told_the_forms(name: str) -> None:
 
 
 def test_wrong_type_is_told_the_forms() -> None:
-    assert "not by int" in refusal(7)  # type: ignore[arg-type]  # what an untyped caller may pass
+    assert "not int" in refusal(7)  # type: ignore[arg-type]  # what an untyped caller may pass
 
 
 def test_other_file_is_refused(tmp_path: Path) -> None:

@@ -381,12 +381,12 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
     [
         ({"device": "nonesuch"}, "device 'nonesuch'"),
         ({"dtype": "int4"}, "dtype"),
-        ({"block_count": None, "kv_cache_bytes": 10}, "holds no block"),
+        ({"block_count": None, "kv_cache_bytes": 10}, "a KV cache of 10 bytes is too small"),
         ({"block_count": 1 << 50}, "no memory"),
         ({"block_count": 1 << 70}, "no memory"),
         ({"host_block_count": 1 << 50}, r"no memory for \d+ bytes of the KV cache on the host"),
         ({"host_block_count": 1 << 70}, r"no memory for \d+ bytes of the KV cache on the host"),
-        ({"host_kv_cache_bytes": 10}, "10 bytes of host memory hold no block"),
+        ({"host_kv_cache_bytes": 10}, "host_kv_cache_bytes=10 holds no block"),
         ({"device": "meta"}, "device 'meta' cannot be used: it has no memory"),
     ],
 )

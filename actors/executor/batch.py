@@ -1,4 +1,4 @@
-"""The executor's rows, and one step laid out as flat arrays. Pure bookkeeping on the host: no tensors."""
+"""The executor's rows, and the batch of one step as flat arrays. Host-side bookkeeping without tensors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from cuelight.messages.scheduler import StepDone
 Ints = npt.NDArray[np.int64]
 
 NOT_FINITE: Final = "the model's logits are not finite numbers"
-"""Why a row fails whose logits have no largest number."""
+"""The reason with which a row fails whose logits contain NaN or infinity."""
 
 
 @dataclass(slots=True)
 class _DeviceRow:
-    """`length` counts the row's tokens, known or being sampled; `computed` those whose K/V is, or will be, written.
+    """A request in the batch.
 
-    The block table is there twice: `blocks` to look one up, and `block_ids`, perhaps with padding behind, for many.
+    `length` counts the row's tokens, known or being sampled; `computed` counts the tokens whose K/V is, or will be,
+    written. The block table is stored twice: as `blocks`, a list for single lookups, and as `block_ids`, an array that
+    may have padding at its end, for vectorized ones.
     """
 
     slot: int
@@ -37,7 +39,7 @@ class _DeviceRow:
     sampling: Sampling
 
     def extend(self, block_ids: tuple[int, ...]) -> None:
-        """What is in the table stays as it is, so batches may go on looking at it."""
+        """Append to the block table. Existing entries are not changed, so batches may keep views of `block_ids`."""
         count = len(self.blocks)
         self.blocks.extend(block_ids)
         if len(self.blocks) > len(self.block_ids):
@@ -47,10 +49,11 @@ class _DeviceRow:
         self.block_ids[count : len(self.blocks)] = block_ids
 
 
-# The next two might be frozen, but there is one for each row of each step, and that takes three times as long.
+# The next two are not frozen: one of each is created per row and step, and creating a frozen one takes three times as
+# long.
 @dataclass(slots=True)
 class BatchChunk:
-    """One chunk in the batch: tokens `start:stop` of the flat batch end at `context_length` tokens of its row."""
+    """A chunk in the batch: tokens `start:stop` of the flat batch, up to token `context_length` of its row."""
 
     start: int
     stop: int
@@ -60,7 +63,7 @@ class BatchChunk:
 
 @dataclass(slots=True)
 class SamplingRow:
-    """One row that samples: from the logits of flat token `index`, the token at `position` of its text."""
+    """A row that samples: the token at `position` of its text, from the logits of flat token `index`."""
 
     request_id: RequestId
     slot: int
@@ -72,12 +75,12 @@ class SamplingRow:
 
 @dataclass
 class Batch:
-    """One step as a flat "super sequence" of T tokens.
+    """One step as a flat sequence of the T tokens of all its chunks.
 
-    `token_ids`, `positions`, `blocks` and `offsets` have shape [T]: what to compute, where in its row it stands, and
-    which slot of which block takes its K/V. Tokens listed in `fed` (flat indices) come from the device instead, from
-    the rows in `fed_slots`. The rows in `freed_slots` belong to nobody once the steps before are done, or to a row that
-    enters with this step.
+    `token_ids`, `positions`, `blocks` and `offsets` have shape [T]: the tokens to compute, their positions in their
+    rows, and the block and the slot within it that take their K/V. The tokens at the flat indices `fed` are read on the
+    device instead, from the slots `fed_slots`. The slots `freed_slots` are free once the steps before are done, or are
+    taken by rows that enter with this step.
     """
 
     epoch: int
@@ -93,7 +96,7 @@ class Batch:
     freed_slots: list[int] = field(default_factory=list)
 
     def done(self, token_ids: Sequence[int]) -> StepDone:
-        """The answer to the step, from a token for each of `sampling_rows`; a negative one is that of a failed row."""
+        """Return the answer to the step. `token_ids` has a token for each of `sampling_rows`, negative if it failed."""
         sampled = [(row.request_id, token_id) for row, token_id in zip(self.sampling_rows, token_ids, strict=True)]
         return StepDone(
             self.epoch,
@@ -105,7 +108,7 @@ class Batch:
 
 
 class DeviceRows:
-    """The requests in the device's batch, each in a slot of its own."""
+    """The rows of the executor, each in a slot of its own."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -115,7 +118,7 @@ class DeviceRows:
         self._epoch = 0
 
     def prepare(self, step: ExecuteStep) -> Batch:
-        """Apply what changed and lay out the step's chunks, in the order given."""
+        """Apply the step's changes to the rows and lay out its chunks, in their order."""
         freed_slots = self._apply(step)
         total = sum(chunk.token_count for chunk in step.chunks)
         shape = (4, total)
@@ -128,7 +131,7 @@ class DeviceRows:
         return batch
 
     def _apply(self, step: ExecuteStep) -> list[int]:
-        """The slots that are freed."""
+        """Apply the step's changes to the rows and return the slots that they free."""
         freed: list[int] = []
         if step.epoch != self._epoch:
             self._epoch = step.epoch
@@ -137,7 +140,7 @@ class DeviceRows:
             self._free_slots.clear()
             self._slot_count = 0
         for request_id in step.ended:
-            # Steps run in order, so a slot may be taken over by the very step that frees it.
+            # Steps run in order, so a row that enters with this step may take the slot.
             freed.append(self._rows.pop(request_id).slot)
             heapq.heappush(self._free_slots, freed[-1])
         for row in step.rows:
@@ -165,9 +168,9 @@ class DeviceRows:
         )
 
     def _lay_out_tokens(self, batch: Batch, chunks: tuple[RowChunk, ...]) -> int:
-        """The first chunks, as long as they are of one token; how many they are.
+        """Lay out the leading chunks of a single token and return how many they are.
 
-        In most steps these are all, and they are many: so numbers are put into lists, and those into arrays at once.
+        In most steps these are all chunks, so values are collected in lists and written to the arrays at once.
         """
         token_ids: list[int] = []
         positions: list[int] = []
@@ -179,7 +182,7 @@ class DeviceRows:
             position = row.computed
             token_ids.append(int(row.known[position]) if position < len(row.known) else 0)
             positions.append(position)
-            self._take(batch, chunk, row, start)  # which looks whether there is such a block
+            self._take(batch, chunk, row, start)  # checks that the block exists
             blocks.append(row.blocks[position // self._block_size])
         count = len(positions)
         batch.token_ids[:count], batch.positions[:count], batch.blocks[:count] = token_ids, positions, blocks
@@ -198,13 +201,13 @@ class DeviceRows:
         batch.offsets[start:stop] = positions % self._block_size
 
     def _take(self, batch: Batch, chunk: RowChunk, row: _DeviceRow, start: int) -> None:
-        """The row's next tokens are the batch's, from `start` on."""
+        """Add the row's next tokens to the batch from flat index `start`, and the row to those that sample if due."""
         begin, stop = row.computed, start + chunk.token_count
         end = begin + chunk.token_count
         assert end <= row.length, "a chunk computes tokens that exist"
         assert end <= len(row.blocks) * self._block_size, "the block table covers the chunk"
         if end > len(row.known):
-            # Sampled tokens are known to the device alone, which keeps the newest.
+            # Only the device has sampled tokens, and only the newest of each row.
             assert end == row.length and end - max(begin, len(row.known)) == 1, "one sampled token at a time"
             batch.fed.append(stop - 1)
             batch.fed_slots.append(row.slot)
@@ -219,5 +222,5 @@ class DeviceRows:
 
     @property
     def slot_count(self) -> int:
-        """How many slots have been in use at once in this epoch."""
+        """The largest number of slots in use at once in this epoch."""
         return self._slot_count

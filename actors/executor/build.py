@@ -1,4 +1,4 @@
-"""How an executor comes to be, wherever it lives: functions that another process can import. Loads nothing itself."""
+"""Functions that build an executor, importable by another process. Importing this module imports no decoder."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def build_executor(
     executor_id: ExecutorId,
     context: Context[ExecutorInbox],
 ) -> Executor[B]:
-    """The executor of this life, whose device `load` gives; its argument is a claim on `host_memory`, if there is some.
+    """Return an executor that loads its device with `load`, called with a claim on `host_memory`, if that is given.
 
-    With `load` bound to a function of a module, picklable.
+    Bound to its arguments, this function is picklable if `load` is a function of a module.
     """
     load = load if host_memory is None else partial(load, host_memory.claim())
     return Executor(context, load, context.find(scheduler), executor_id)
 
 
 def load_model(options: LoadOptions, host_memory: HostMemoryClaim | None = None) -> Device[Batch]:
-    """The model on its device. Imports whatever decodes it only now. Blocks. Raises CannotLoad."""
+    """Load the model onto its device. Imports the decoder on the first call. Blocks. Raises CannotLoad."""
     with current_phases(options.now)("imports"):
         from cuelight.actors.executor import loading
 

@@ -1,6 +1,6 @@
-"""Host memory that outlives executors: each finds there what the executor before it has saved.
+"""Host memory that outlives executors, so that a new executor can reuse the contents that an earlier one saved.
 
-Knows bytes and who may use them; nothing of blocks.
+This module handles bytes and the right to use them; the layout of blocks is up to the executor.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ log = get_logger("cuelight.executor")
 
 
 class HostMemoryFile:
-    """A file without a name in the system's memory. It exists until `close` or the end of this object, and beyond that
-    for as long as a process has it open.
+    """An anonymous file in memory (memfd), which exists until `close` or the end of this object.
 
-    Executors have it one after another, on threads or in processes: pickled, this says where the file is to be found.
+    Mappings of the file outlast it. Executors use the file in turn, on threads or in processes; a pickled instance
+    carries the path of the file.
     """
 
     def __init__(self, number: int) -> None:
-        """`number`, below 2**40, tells it from any other. Raises OSError where the system has nothing of the kind."""
+        """Create the file. `number`, below 2**40, is unique to it. Raises OSError without support for memfd."""
         if not hasattr(os, "memfd_create"):
-            raise OSError("this system has no files without a name")
+            raise OSError("this system has no os.memfd_create")
         descriptor = os.memfd_create("cuelight host memory")
         give_back = weakref.finalize(self, os.close, descriptor)
         give_back.atexit = False
@@ -55,28 +55,28 @@ class HostMemoryFile:
         return _found, (self._path, self._identity, self.number)
 
     def close(self) -> None:
-        """Give it back. Harmless when done twice, and for those that have it open."""
+        """Close the file. Idempotent. Mappings of it stay valid."""
         self._give_back()
 
     def claim(self) -> HostMemoryClaim:
-        """For one more executor; those before it can use it no longer. Waits for nothing."""
+        """Return a claim for a new executor and revoke all earlier claims. Does not block."""
         self._turn += 1
         return HostMemoryClaim(self, self._turn)
 
     @contextmanager
     def used(self, turn: int) -> Iterator[None]:
-        """Nobody else uses it meanwhile. Raises RuntimeError where another executor has claimed it."""
+        """Use the memory exclusively within the block. Raises RuntimeError if another executor has claimed it."""
         with self._lock:
             if turn != self._turn:
-                raise RuntimeError("another executor has this memory by now")
+                raise RuntimeError("another executor has claimed this host memory")
             yield
 
     def map(self, size: int) -> mmap.mmap:
-        """So many bytes of it, or more. Raises OSError, ValueError and OverflowError."""
+        """Map the first `size` bytes and grow the file if it is smaller. Raises OSError, ValueError, OverflowError."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if _identity(descriptor) != self._identity:  # its owner has gone, and what is there is anybody's
-                raise OSError(f"{self._path} is another file by now")
+            if _identity(descriptor) != self._identity:  # the owner's process has ended and its number is reused
+                raise OSError(f"{self._path} is no longer the same file")
             if os.fstat(descriptor).st_size < size:
                 os.ftruncate(descriptor, size)
             return mmap.mmap(descriptor, size)
@@ -86,16 +86,16 @@ class HostMemoryFile:
 
 @dataclass(frozen=True)
 class HostMemoryClaim:
-    """The right of one executor to use a host memory file, from its start on."""
+    """The right of one executor to use a host memory file, until a later claim revokes it."""
 
     memory: HostMemoryFile
     turn: int
 
     def open(self, byte_count: int, contents: str) -> HostMemoryMapping | None:
-        """So many bytes; None, and a warning, where they are not to be had.
+        """Map `byte_count` bytes; None, with a warning in the log, if they are unavailable.
 
-        What the executors before have left is found if they said the same of their `contents`. Raises RuntimeError
-        where another executor has claimed it.
+        The contents of an earlier executor survive if it gave the same `contents`, a description of model and layout.
+        Raises RuntimeError if another executor has claimed the memory.
         """
         try:
             mapped = self.memory.map(HEADER_BYTES + byte_count)
@@ -106,9 +106,9 @@ class HostMemoryClaim:
 
 
 class HostMemoryMapping:
-    """`data`, and before it what tells whether that is of use to the next executor.
+    """`data`, preceded by a header that identifies its contents for the next executor.
 
-    `number` tells these contents from any others: it is another one each time that they are begun.
+    `number` identifies the contents: it changes whenever new contents are begun.
     """
 
     def __init__(self, claim: HostMemoryClaim, mapped: mmap.mmap, contents: str) -> None:
@@ -119,18 +119,18 @@ class HostMemoryMapping:
             (mark,), (age,) = _MARK.unpack_from(mapped), _AGE.unpack_from(mapped, _AGE_AT)
             self.has_survived = mark == self._mark
             if not self.has_survived:
-                # In this order, since this life may end in between.
+                # In this order, since this process may die in between.
                 age += 1
                 _AGE.pack_into(mapped, _AGE_AT, age)
                 _MARK.pack_into(mapped, 0, b"")
         self.number = (claim.memory.number << 20) + age
 
     def in_use(self) -> AbstractContextManager[None]:
-        """No other executor uses it meanwhile. Raises RuntimeError where one has claimed it."""
+        """Use the memory exclusively within the block. Raises RuntimeError if another executor has claimed it."""
         return self._claim.memory.used(self._claim.turn)
 
     def tier(self, block_count: int, measure: Callable[[], HostTier]) -> HostTier:
-        """What its use costs: as measured when the contents were begun, for that spoils them."""
+        """Return the host tier with its costs, measured once per contents, because `measure` overwrites them."""
         if self.has_survived:
             move_seconds, recompute_seconds = _COSTS.unpack_from(self._mapped, _COSTS_AT)
             return HostTier(block_count, move_seconds, recompute_seconds, self.number)
@@ -142,12 +142,12 @@ class HostMemoryMapping:
 
 
 def in_use(host_memory: HostMemoryMapping | None) -> AbstractContextManager[None]:
-    """As the method; without a mapping the memory belongs to this executor alone."""
+    """Return `host_memory.in_use()`; without a mapping the memory is private, and nothing is locked."""
     return nullcontext() if host_memory is None else host_memory.in_use()
 
 
 def _found(path: str, identity: tuple[int, int], number: int) -> HostMemoryFile:
-    """In a process that does not own it."""
+    """Unpickle a `HostMemoryFile` in a process that does not own it."""
     memory = HostMemoryFile.__new__(HostMemoryFile)
     memory._be(path, identity, number, give_back=lambda: None)
     return memory

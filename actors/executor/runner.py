@@ -1,7 +1,7 @@
-"""The device with a real model on it: the transformers forward over one flat batch, and sampling.
+"""The torch device: the forward pass of a transformers model over one flat batch, and sampling.
 
-What a step needs goes to the device beforehand, on one way; its tokens come back behind it, on another. Between them
-the device computes one step after the other, and nobody on the host waits for it but who reads the tokens.
+Each step uses three streams: its arrays are sent to the device on `prepare`, it is computed on `compute`, and its
+tokens are fetched on `read`. The only thread that waits for the device is the thread that reads the tokens.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from cuelight.messages.scheduler import StepDone
 log = get_logger("cuelight.executor")
 
 POISON = -1
-"""With `debug_poison`, the last token of a row that belongs to nobody."""
+"""With `debug_poison`, the last token in a free slot."""
 
 DEBUG_VARIABLE = "CUELIGHT_DEBUG_POISON"
-"""Set in the environment, it turns `debug_poison` on."""
+"""Environment variable that turns `debug_poison` on."""
 
 
 @dataclass(kw_only=True)
 class ModelBatch(Batch):
-    """A step's batch, with what has been laid out for the device and, once `moved`, is there.
+    """A step's batch with its arrays in `staging`, which are on the device after the event `moved`.
 
-    The arrays lie in `staging`. Slots are below `slot_count`. `size` is that of the graph that the step is padded for;
-    None if it runs without. A backend that does not plan makes its `attention` in one go.
+    Slots are below `slot_count`. `size` is the size of the graph that the step is padded for; None if it runs without a
+    graph. A planning backend sets `plan`, any other backend `attention`.
     """
 
     staging: Staging
@@ -66,10 +66,10 @@ class ModelBatch(Batch):
 
 
 class ModelRunner:
-    """Prepares batches of rows and runs them.
+    """A device that prepares batches and runs them with torch.
 
-    Sampled tokens stay on the device in `_last_tokens`, by slot, and feed the next step from there. Another row takes a
-    slot over without a wait: all that reads and writes its token is in one stream.
+    Sampled tokens stay on the device in `_last_tokens`, indexed by slot, and feed the next step from there. A slot can
+    be reused by another row without waiting, because its token is read and written in a single stream.
     """
 
     def __init__(
@@ -80,8 +80,10 @@ class ModelRunner:
         *,
         debug_poison: bool | None = None,
     ) -> None:
-        """Without `streams`, those that the device is best served by. With `debug_poison`, a step that is fed the token
-        of a row that belongs to nobody fails, at some cost to each; by default as the environment says.
+        """Use the best streams for the device if `streams` is None.
+
+        With `debug_poison`, a step that reads the token of a free slot fails, at some cost to every step; by default
+        the environment variable decides.
         """
         self._loaded = loaded
         self._planning = loaded.backend if isinstance(loaded.backend, PlanningBackend) else None
@@ -94,27 +96,27 @@ class ModelRunner:
 
     @property
     def block_count(self) -> int:
-        """Blocks in the KV pool, the null block included."""
+        """Number of blocks in the KV pool, including the null block."""
         return self._loaded.pool.block_count
 
     @property
     def block_size(self) -> int:
-        """Token slots per block."""
+        """Number of token slots per block."""
         return self._loaded.pool.block_size
 
     @property
     def host(self) -> HostTier:
-        """Host memory for blocks that leave the pool, and what its use costs."""
+        """Host memory for blocks that leave the pool, and the cost of using it."""
         return self._loaded.host_tier
 
     def warm_up(self) -> None:
-        """Capture graphs of all sizes, if there are graphs. Blocks. Before the first step."""
+        """Capture graphs of all sizes, if graphs are in use. Call before the first step. Blocks."""
         if self._graphs is not None:
             self._streams.compute.enqueue(torch.inference_mode()(self._graphs.warm_up))
             self._streams.compute.record().wait()
 
     def prepare(self, step: ExecuteStep) -> Batch:
-        """Lay out one step on the host, and send it to the device."""
+        """Lay out one step on the host and send its arrays to the device."""
         with _typed_failures():
             return self._prepare(step)
 
@@ -139,7 +141,8 @@ class ModelRunner:
 
     def _send(self, batch: ModelBatch) -> None:
         def attend() -> None:
-            # Kept until the step is over, since the memory is this stream's and another one reads it.
+            # The batch holds the attention until the step is done: its memory belongs to this stream, and another
+            # stream reads it.
             batch.attention = self._loaded.attention(batch)
 
         stream = self._streams.prepare
@@ -150,10 +153,8 @@ class ModelRunner:
         batch.moved = batch.staging.send(stream)
 
     def copy(self, copies: BlockCopies) -> DeviceEvent:
-        """Copy whole blocks, before what is computed later."""
-        assert copies.copying is CopyKind.FORK or self._loaded.host is not None, (
-            "blocks are moved only where there is memory for them"
-        )
+        """Enqueue the copies of whole blocks in the compute stream, ahead of later steps."""
+        assert copies.copying is CopyKind.FORK or self._loaded.host is not None, "saving and loading need host memory"
         with _typed_failures():
             self._streams.compute.enqueue(partial(self._copy, copies))
         return self._streams.compute.record()
@@ -174,7 +175,7 @@ class ModelRunner:
                 assert_never(copies.copying)
 
     def run(self, batch: Batch) -> PendingStep:
-        """One forward pass and one sampled token for each row that reached its end. Waits for nothing."""
+        """Enqueue one forward pass, and the sampling of a token for each row that reaches its end. Does not block."""
         assert isinstance(batch, ModelBatch), "batches come from `prepare`"
         compute, staging = self._streams.compute, batch.staging
         if batch.moved is not None:
@@ -188,7 +189,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compute(self, batch: ModelBatch) -> None:
-        """In the computing stream."""
+        """Compute the step. Runs in the compute stream."""
         self._make_room(batch.slot_count)
         on_device, samples = batch.staging.on_device, len(batch.sampling_rows)
         results = batch.staging.results()
@@ -202,7 +203,7 @@ class ModelRunner:
         if samples:
             token_ids = choose(logits, batch.sampling, on_device)
             results[:samples].copy_(token_ids)
-            # A row without a usable token is ended by the scheduler; until then any valid id will do.
+            # The scheduler ends a row without a valid token (negative id); until then the row computes token 0.
             self._last_tokens.index_copy_(0, on_device("sampled slots"), token_ids.clamp_(min=0))
 
     def _feed(self, batch: ModelBatch, results: torch.Tensor) -> None:
@@ -213,11 +214,11 @@ class ModelRunner:
         batch.staging.on_device("token ids").index_copy_(0, batch.staging.on_device("fed"), fed)
 
     def _forward(self, batch: ModelBatch) -> torch.Tensor:
-        """Logits [samples, vocabulary] after which to sample; partial chunks have none (rule `partial-chunk`)."""
+        """Return logits [samples, vocabulary] of the rows that sample; partial chunks have none (`partial-chunk`)."""
         on_device = batch.staging.on_device
         token_ids, positions = on_device("token ids"), on_device("positions")
         if batch.size is not None:
-            assert self._graphs is not None and batch.plan is not None, "who padded the step has graphs"
+            assert self._graphs is not None and batch.plan is not None, "only a step for a graph is padded"
             return self._graphs.run(batch.plan.key, batch.size, token_ids, positions, on_device("attention"))
         with attending(self._attention(batch)):
             return self._loaded.forward(token_ids[None], positions[None], on_device("sampled"))
@@ -225,7 +226,7 @@ class ModelRunner:
     def _attention(self, batch: ModelBatch) -> Attention:
         if batch.attention is not None:
             return batch.attention
-        assert self._planning is not None and batch.plan is not None, "who does not plan has made it"
+        assert self._planning is not None and batch.plan is not None, "a backend that does not plan has set `attention`"
         return self._planning.bind(self._loaded.pool, batch.plan.key, batch.staging.on_device("attention"))
 
     def _make_room(self, slot_count: int) -> None:
@@ -236,13 +237,13 @@ class ModelRunner:
 
 
 class PendingStep:
-    """A step on its way through the device."""
+    """The pending result of a step on the device."""
 
     def __init__(self, batch: ModelBatch, events: list[DeviceEvent], staging: StagingPool) -> None:
         self._batch, self._events, self._staging = batch, events, staging
 
     def wait(self) -> StepDone:
-        """As `Pending.wait`: until the tokens are on the host, and the device is through with the step."""
+        """Block until the device has finished the step and its tokens are on the host; as `Pending.wait`."""
         error: BaseException | None = None
         for event in self._events:
             try:
@@ -255,25 +256,23 @@ class PendingStep:
         if error is not None:
             with _typed_failures():
                 raise error
-        assert len(results) == len(batch.sampling_rows) or results.pop() == 0, (
-            "no step is fed a token of a row that is gone"
-        )
+        assert len(results) == len(batch.sampling_rows) or results.pop() == 0, "no step reads the token of a free slot"
         return batch.done(results)
 
 
 @contextmanager
 def _typed_failures() -> Iterator[None]:
-    """What torch raises, as the kinds of failure that a device knows of."""
+    """Convert torch's errors to those of the `Device` protocol: MemoryError and DeviceLost."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise MemoryError(str(error)) from error
-    except torch.AcceleratorError as error:  # whatever is asked of this process's device from now on fails as well
+    except torch.AcceleratorError as error:  # every later call on this process's device fails, too
         raise DeviceLost(str(error)) from error
 
 
 def _slots(batch: Batch) -> dict[str, Ints]:
-    """Which tokens and rows the step is about, for the device."""
+    """Return the index arrays of the step: flat indices of its tokens, and slots of its rows."""
     return {
         "fed": np.array(batch.fed, np.int64),
         "fed slots": np.array(batch.fed_slots, np.int64),
@@ -285,7 +284,7 @@ def _slots(batch: Batch) -> dict[str, Ints]:
 
 def _streams(device: torch.device, compute: ThreadStream | None = None) -> DeviceStreams:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # what has been loaded so far was loaded in another stream
+        torch.cuda.synchronize(device)  # the model was loaded in another stream
         return DeviceStreams.cuda(device)
     compute = compute or ThreadStream("cuelight compute")
     if device.type == "cpu":
@@ -294,7 +293,7 @@ def _streams(device: torch.device, compute: ThreadStream | None = None) -> Devic
 
 
 def graphs_of(loaded: LoadedModel, capture: Capture, sizes: Sequence[int] = SIZES) -> DecodeGraphs | None:
-    """Graphs of decode steps with so many rows; None where the attention backend takes no part."""
+    """Return graphs of decode steps with `sizes` rows; None if the attention backend does not plan."""
     if not isinstance(loaded.backend, PlanningBackend):
         return None
     weights = dict(chain(loaded.model.named_parameters(), loaded.model.named_buffers()))
@@ -304,12 +303,12 @@ def graphs_of(loaded: LoadedModel, capture: Capture, sizes: Sequence[int] = SIZE
 
 
 def load_runner(options: LoadOptions) -> ModelRunner:
-    """The model on its device, ready to run. Raises CannotLoad."""
-    # On the CPU the thread that loads is the one that computes: each that ever does gets a team of threads, and these
-    # would be in each other's way.
+    """Load the model onto its device, ready to run. Blocks. Raises CannotLoad."""
+    # On the CPU the same thread loads and computes: torch starts a thread pool for each thread that computes, and two
+    # pools would compete for the cores.
     stream = ThreadStream("cuelight compute")
     try:
-        loaded = stream.call(partial(copy_context().run, load, options))  # so that its phases are told
+        loaded = stream.call(partial(copy_context().run, load, options))  # in this context, which has the load phases
     except BaseException:
         stream.close()
         raise

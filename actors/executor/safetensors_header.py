@@ -1,6 +1,6 @@
-"""The header of a safetensors file: the type, the shape and the place of each tensor.
+"""The header of a safetensors file: the type, shape and byte range of each tensor.
 
-The format is that of https://github.com/huggingface/safetensors: eight bytes of length, a JSON header, the numbers.
+Format (https://github.com/huggingface/safetensors): the header's length in eight bytes, a JSON header, the tensors.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class BadHeader(ValueError):
-    """The file does not begin with the header of a safetensors file, or ends within it."""
+    """The file does not begin with a complete safetensors header."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor. `data_offsets` are where its numbers begin and end, counted from the end of the header."""
+    """A tensor in the file. `data_offsets` are the first byte and the end of its data, counted from `data_begin`."""
 
     dtype: str
     shape: tuple[Count, ...]
@@ -31,24 +31,24 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """The tensors of one file by name; their numbers begin at byte `data_begin` of the file."""
+    """The tensors of a file by name; their data begins at byte `data_begin` of the file."""
 
     entries: dict[str, TensorEntry]
     data_begin: int
 
     @property
     def file_bytes(self) -> int:
-        """The size of the whole file."""
+        """Size of the whole file in bytes."""
         return self.data_begin + max([entry.data_offsets[1] for entry in self.entries.values()], default=0)
 
 
 def read_header(path: Path) -> SafetensorsHeader:
-    """Read the header of one file. Raises OSError and BadHeader."""
+    """Read the header of a file. Raises OSError and BadHeader."""
     with path.open("rb") as file:
         length = file.read(LENGTH_BYTES)
         size = int.from_bytes(length, "little")
         if len(length) < LENGTH_BYTES or size > min(HEADER_BYTES_MAX, path.stat().st_size - LENGTH_BYTES):
-            raise BadHeader("the file is shorter than its header says")
+            raise BadHeader(f"the file ends within its header, or the header is over {HEADER_BYTES_MAX} bytes")
         content = file.read(size)
     try:
         raw = msgspec.json.decode(content, type=dict[str, msgspec.Raw])

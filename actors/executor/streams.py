@@ -1,7 +1,7 @@
-"""Streams: where a device's work waits in line, and events that mark how far a stream has come.
+"""Streams, which are queues of a device's work, events that mark positions in them, and staging memory.
 
-On CUDA these are the driver's own; on the CPU a stream is a thread that does one piece of work after another. Neither
-lets whoever gives it work wait, and both tell of an error in the same place, so one runner serves both.
+On CUDA streams and events are the driver's; on the CPU a stream is a thread that works through a queue. Enqueueing
+blocks on neither, and both raise errors of the work at the next event, so `ModelRunner` supports both.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ T = TypeVar("T")
 
 
 class DeviceEvent(Protocol):
-    """A mark in a stream."""
+    """A position in a stream."""
 
     def wait(self) -> None:
-        """Block the calling thread until the stream has come here.
+        """Block the calling thread until the stream has reached this event.
 
-        Raises the first error of the work since the stream's mark before this one.
+        Raises the first error of the work between the stream's previous event and this one.
         """
 
 
 class DeviceStream(Protocol):
-    """Work in order. Used by one thread at a time; to have two threads give it work is to have no order."""
+    """A queue of work that is done in order. Use it from one thread at a time, or the order is undefined."""
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Do this after all that came before. Waits for nothing and raises nothing: an error shows at the next mark.
+        """Do `work` after all earlier work. Does not block; an error is raised by the next event's `wait`.
 
-        `work` may be called at once, and then only queues what it does, or later, by another thread.
+        `work` is called at once, and then only launches work on the device, or later, on another thread.
         """
 
     def record(self) -> DeviceEvent:
-        """Mark the place behind all that came before."""
+        """Return an event behind all earlier work."""
 
     def follow(self, event: DeviceEvent) -> None:
-        """What comes from now on is done after this mark of a stream of the same kind; its errors stay with it."""
+        """Do later work after `event`, of a stream of the same kind, has been reached. Does not raise its errors."""
 
     def close(self) -> None:
-        """Take no more work; what was given is still done."""
+        """Stop the stream after all earlier work is done."""
 
 
 class ThreadEvent:
-    """A mark in a thread's work."""
+    """An event of a `ThreadStream`."""
 
     def __init__(self) -> None:
-        self._ahead = threading.Lock()  # held until the thread comes here: the cheapest thing to wait for
+        self._ahead = threading.Lock()  # held until the thread reaches the event; cheaper than threading.Event
         self._ahead.acquire()
         self._error: BaseException | None = None
 
     def reach(self, error: BaseException | None) -> None:
-        """On the stream's thread."""
+        """Release the threads that wait. Called on the stream's thread."""
         self._error = error
         self._ahead.release()
 
     def pause(self) -> None:
-        """Block until the stream has come here, whatever it met on its way."""
+        """Block until the stream has reached this event, without raising errors of its work."""
         with self._ahead:
             pass
 
@@ -75,7 +75,7 @@ class ThreadEvent:
 
 
 class ThreadStream:
-    """A thread that does what it is given, in order. It ends when the stream is closed, or nobody has it any more."""
+    """A stream whose work is done by a thread, which ends when the stream is closed or garbage-collected."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | ThreadEvent | None] = SimpleQueue()
@@ -85,7 +85,7 @@ class ThreadStream:
         self._end = weakref.finalize(self, self._jobs.put, None)
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """As `DeviceStream.enqueue`; the thread calls it."""
+        """As `DeviceStream.enqueue`; `work` is called on the stream's thread."""
         self._jobs.put(work)
 
     def record(self) -> ThreadEvent:
@@ -95,12 +95,15 @@ class ThreadStream:
         return event
 
     def follow(self, event: DeviceEvent) -> None:
-        """As `DeviceStream.follow`: the thread waits."""
+        """As `DeviceStream.follow`; the stream's thread waits."""
         assert isinstance(event, ThreadEvent), "streams of one kind follow each other"
         self._jobs.put(event.pause)
 
     def call(self, work: Callable[[], T]) -> T:
-        """What `work` gives on this thread, after all that came before. Raises what it raises."""
+        """Call `work` on the stream's thread, after all earlier work, and return its result or raise its error.
+
+        Blocks. Also raises errors of earlier work since the last event.
+        """
         results: list[T] = []
         self.enqueue(lambda: results.append(work()))
         self.record().wait()
@@ -112,7 +115,7 @@ class ThreadStream:
 
 
 def _serve(jobs: SimpleQueue[Callable[[], None] | ThreadEvent | None]) -> None:
-    """What a stream's thread does. It knows the queue alone, so that it does not keep its stream alive."""
+    """Work through the queue on a stream's thread, without a reference that would keep the stream alive."""
     error: BaseException | None = None
     while (job := jobs.get()) is not None:
         if isinstance(job, ThreadEvent):
@@ -121,27 +124,27 @@ def _serve(jobs: SimpleQueue[Callable[[], None] | ThreadEvent | None]) -> None:
         else:
             try:
                 job()
-            except BaseException as raised:  # whatever it is, somebody waits at the next mark
+            except BaseException as raised:  # any error is raised at the next event, or its waiter hangs
                 error = error or raised
-        del job  # an idle thread keeps nothing of its last job alive
+        del job  # an idle thread would keep the objects of its last job alive
 
 
 class CudaEvent:
-    """A mark in a CUDA stream."""
+    """An event of a `CudaStream`."""
 
     def __init__(self, event: torch.cuda.Event, error: Exception | None) -> None:
         self.event = event
         self._error = error
 
     def wait(self) -> None:
-        """As `DeviceEvent.wait`. A device's own errors show here too, and never go away again."""
+        """As `DeviceEvent.wait`. Also raises errors of the device itself, which every later wait raises again."""
         self.event.synchronize()
         if self._error is not None:
             raise self._error
 
 
 class CudaStream:
-    """A stream of the CUDA driver. Work is called at once, with this stream as torch's current one."""
+    """A stream of the CUDA driver. Work is called at once, with this stream as torch's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -157,25 +160,25 @@ class CudaStream:
 
     def record(self) -> CudaEvent:
         """As `DeviceStream.record`."""
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # whoever waits for it sleeps
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting threads sleep
         event.record(self._stream)
         error, self._error = self._error, None
         return CudaEvent(event, error)
 
     def follow(self, event: DeviceEvent) -> None:
-        """As `DeviceStream.follow`: the device waits."""
+        """As `DeviceStream.follow`; the device waits."""
         assert isinstance(event, CudaEvent), "streams of one kind follow each other"
         self._stream.wait_event(event.event)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: torch owns the driver's stream."""
 
 
 @dataclass(frozen=True)
 class DeviceStreams:
-    """The ways of a device: what a step needs goes there by `prepare`, its tokens come back by `read`.
+    """The streams of a device: `prepare` sends a step's arrays to it, `read` fetches the step's tokens.
 
-    Neither is there where the host's memory is the device's, so that nothing has a way to go.
+    Both are None if host and device share memory, so that nothing is transferred.
     """
 
     compute: DeviceStream
@@ -184,16 +187,16 @@ class DeviceStreams:
 
     @classmethod
     def cuda(cls, device: torch.device) -> Self:
-        """Three streams of the driver."""
+        """Return three streams of the CUDA driver."""
         return cls(CudaStream(device), CudaStream(device), CudaStream(device))
 
     @classmethod
     def threads(cls) -> Self:
-        """Three threads, with memory of its own for the device."""
+        """Return three threads, for a device with memory of its own."""
         return cls(*(ThreadStream(f"cuelight {name}") for name in ("compute", "prepare", "read")))
 
     def close(self) -> None:
-        """Take no more work."""
+        """Stop all streams after their earlier work is done."""
         for stream in (self.compute, self.prepare, self.read):
             if stream is not None:
                 stream.close()
@@ -202,17 +205,17 @@ class DeviceStreams:
 Numbers = npt.NDArray[np.int64] | npt.NDArray[np.float64] | npt.NDArray[np.int32]
 
 ALIGNED_BYTES = 16
-"""Each array begins at a multiple, which is what any kernel may ask for."""
+"""Alignment of each array, enough for every kernel."""
 
 BYTES_MIN = 1 << 12
 TYPES = {"i8": torch.int64, "f8": torch.float64, "i4": torch.int32}
 
 
 class Staging:
-    """Memory for one step: named arrays on the host, and the same on the device."""
+    """Memory for one step: named arrays on the host and their copies on the device, and the step's results."""
 
     def __init__(self, device: torch.device, *, is_shared: bool) -> None:
-        """With `is_shared` host and device see the same memory, and nothing is moved."""
+        """With `is_shared`, host and device use the same memory, and nothing is copied."""
         self._device = device
         self._is_shared = is_shared
         self._host = self._there = torch.empty(0, dtype=torch.uint8)
@@ -222,7 +225,7 @@ class Staging:
         self._result_count = 0
 
     def fill(self, arrays: Mapping[str, Numbers], result_count: int) -> None:
-        """Write these on the host, and make room for so many results. What was here before is gone."""
+        """Write the arrays on the host and reserve `result_count` results. Replaces all earlier arrays and results."""
         self._sections.clear()
         begin = 0
         for name, array in arrays.items():
@@ -245,27 +248,30 @@ class Staging:
         return host, host if self._is_shared else torch.empty(size, dtype=dtype, device=self._device)
 
     def send(self, stream: DeviceStream | None) -> DeviceEvent | None:
-        """Have the arrays moved; the event says that they are there."""
+        """Enqueue the copy of the arrays to the device and return the event of its end; None if nothing is copied."""
         if stream is None:
-            assert self._is_shared, "without a way nothing gets there"
+            assert self._is_shared, "device memory of its own needs a stream"
             return None
         there, host = self._there[: self._used], self._host[: self._used]
         stream.enqueue(lambda: _copy(there, host))
         return stream.record()
 
     def on_device(self, name: str) -> torch.Tensor:
-        """One of the arrays, in one dimension. To be read in a stream that is behind the event of `send`."""
+        """Return an array, flattened to one dimension. Read it in a stream that follows the event of `send`."""
         begin, end, dtype = self._sections[name]
         return self._there[begin:end].view(dtype)
 
     def results(self) -> torch.Tensor:
-        """[result_count], where the step's results are to be on the device."""
+        """Return the tensor [result_count] on the device that takes the step's results."""
         return self._results_there[: self._result_count]
 
     def fetch(self, stream: DeviceStream | None, computed: DeviceEvent) -> DeviceEvent | None:
-        """Have the results moved to the host, once they are computed; the event says that they are there."""
+        """Enqueue the copy of the results to the host, after `computed`, and return the event of its end.
+
+        None if nothing is copied.
+        """
         if stream is None:
-            assert self._is_shared, "without a way nothing comes back"
+            assert self._is_shared, "device memory of its own needs a stream"
             return None
         host, there = self._results[: self._result_count], self.results()
         stream.follow(computed)
@@ -273,29 +279,29 @@ class Staging:
         return stream.record()
 
     def fetched(self) -> list[int]:
-        """The results, after the event of `fetch`."""
+        """Return the results. Call after the event of `fetch`."""
         found: list[int] = self._results[: self._result_count].tolist()
         return found
 
 
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
     with torch.inference_mode():
-        # Only there does an event of the stream come after the copy.
+        # Without CUDA the copy must block, since the stream's event would not wait for it.
         to.copy_(source, non_blocking=to.is_cuda or source.is_cuda)
 
 
 class StagingPool:
-    """Memory for as many steps as are in flight at once, and no more."""
+    """A pool of `Staging` that grows to the number of steps in flight at once."""
 
     def __init__(self, device: torch.device, *, is_shared: bool) -> None:
         self._device = device
         self._is_shared = is_shared
         self._free: SimpleQueue[Staging] = SimpleQueue()
         self.count = 0
-        """How many there are. A step that is dropped before it runs takes its memory with it."""
+        """Number of `Staging` created. The memory of a step that is dropped before it runs does not come back."""
 
     def take(self) -> Staging:
-        """Memory that no step reads."""
+        """Return memory that no step in flight uses."""
         try:
             return self._free.get_nowait()
         except Empty:
@@ -303,5 +309,5 @@ class StagingPool:
             return Staging(self._device, is_shared=self._is_shared)
 
     def give_back(self, staging: Staging) -> None:
-        """After the last event of its step."""
+        """Return `staging` to the pool. Call after the last event of its step."""
         self._free.put(staging)

@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         lambda: transformers.GPTNeoConfig(
             vocab_size=VOCABULARY, hidden_size=48, num_layers=2, num_heads=6, attention_types=[[["global"], 2]]
         ),
-        "transformers' gpt_neo lets nobody else compute its attention",
+        "transformers' gpt_neo does not support custom attention",
     ),
     "positions that it counts itself": (
         lambda: transformers.BartConfig(
@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
             encoder_attention_heads=6,
             decoder_attention_heads=6,
         ),
-        "BartForCausalLM cannot be told its tokens' positions",
+        r"BartForCausalLM cannot be served: its forward\(\) takes no position_ids",
     ),
     "both ways": (
         lambda: transformers.BertConfig(
@@ -234,13 +234,13 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     ),
     "a window in its masks alone": (
         lambda: transformers.PhimoeConfig(**GROUPED, num_local_experts=4, sliding_window=8),
-        "layer 0 of this model asks for a window of None tokens, and its configuration gives it one of 8",
+        "layer 0 of this model attends with a window of None tokens, but its configuration says 8",
     ),
     "a window in layers that see all": (
         lambda: transformers.MiniMaxConfig(
             **GROUPED, head_dim=8, num_local_experts=4, sliding_window=8, layer_types=["full_attention"] * 2
         ),
-        "layer 0 of this model asks for a window of 8 tokens, and its configuration gives it one of None",
+        "layer 0 of this model attends with a window of 8 tokens, but its configuration says None",
     ),
     "attention that counts tokens": (
         lambda: transformers.Llama4TextConfig(
@@ -297,13 +297,13 @@ def test_what_would_be_computed_wrongly_is_refused(family: str, tmp_path: Path) 
         load(options(tmp_path))
 
 
-@pytest.mark.parametrize("why", ["mixes its tokens elsewhere", "cannot be told which tokens' logits are wanted"])
+@pytest.mark.parametrize("why", ["mixes its tokens outside its attention", "ignores logits_to_keep"])
 def test_rows_that_would_depend_on_each_other_are_refused(why: str, tmp_path: Path) -> None:
     save(FAMILIES["llama"](), tmp_path)
     loaded = load(options(tmp_path))
     spec = AttentionSpec.of(loaded.model.config, CPU, torch.float32, 4)
     loading._try(loaded, spec)
-    if "elsewhere" in why:
+    if "outside" in why:
         embedding = loaded.model.get_input_embeddings()
         embedding.register_forward_hook(lambda _, __, output: output + output.roll(1, dims=1))
     else:
@@ -346,7 +346,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no model for text alone": (
         lambda folder: edit_config(folder, model_type="t5"),
-        "transformers has no t5 that continues text alone",
+        "transformers has no causal language model for t5",
     ),
     "other shapes": (
         lambda folder: edit_config(folder, intermediate_size=32),
@@ -381,12 +381,12 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
     [
         ({"device": "nonesuch"}, "device 'nonesuch'"),
         ({"dtype": "int4"}, "dtype"),
-        ({"block_count": None, "kv_cache_bytes": 10}, "holds no block"),
+        ({"block_count": None, "kv_cache_bytes": 10}, "a KV cache of 10 bytes is too small"),
         ({"block_count": 1 << 50}, "no memory"),
         ({"block_count": 1 << 70}, "no memory"),
         ({"host_block_count": 1 << 50}, r"no memory for \d+ bytes of the KV cache on the host"),
         ({"host_block_count": 1 << 70}, r"no memory for \d+ bytes of the KV cache on the host"),
-        ({"host_kv_cache_bytes": 10}, "10 bytes of host memory hold no block"),
+        ({"host_kv_cache_bytes": 10}, "host_kv_cache_bytes=10 holds no block"),
         ({"device": "meta"}, "device 'meta' cannot be used: it has no memory"),
     ],
 )

@@ -402,12 +402,12 @@ def test_more_inputs_than_a_product_can_sum_are_left_to_others(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("others", "why"),
     [
-        ({"block_count": None, "kv_cache_bytes": 10}, "holds no block"),
+        ({"block_count": None, "kv_cache_bytes": 10}, "a KV cache of 10 bytes is too small"),
         ({"block_count": 1 << 50}, "no memory"),
         ({"block_count": 1 << 70}, "no memory"),
         ({"host_block_count": 1 << 50}, "no memory"),
         ({"host_block_count": 1 << 70}, "no memory"),
-        ({"host_kv_cache_bytes": 10}, "10 bytes of host memory hold no block"),
+        ({"host_kv_cache_bytes": 10}, "host_kv_cache_bytes=10 holds no block"),
     ],
 )
 def test_options_that_cannot_be_met_are_refused(others: dict[str, object], why: str, tmp_path: Path) -> None:

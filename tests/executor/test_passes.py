@@ -134,7 +134,7 @@ def test_a_pass_that_changes_results_is_undone_by_name(llama: PreTrainedModel) -
     assert kept == {MERGED: 4, FUSED: 5}, "what comes later finds the model as it was"
     (warning,) = entries
     assert (warning["event"], warning["name"], warning["log_level"]) == ("pass_undone", "swapped", "warning")
-    assert "of the largest, beyond 0.0001" in warning["reason"]
+    assert "of the largest, over 0.0001" in warning["reason"]
     assert difference(others(llama), judge) < 2e-6
 
 

@@ -1,6 +1,6 @@
-"""Reads a model's folder: its configuration, checked for what would be computed wrongly, and its weights.
+"""Reading of a model folder: its configuration, with features refused that would be computed wrongly, and its weights.
 
-Chooses device and type of numbers. Every failure is a CannotLoad that says what is wrong with what.
+Also the choice of device and dtype. Every failure raises CannotLoad with the reason.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from cuelight.actors.executor.safetensors_header import BadHeader, read_header
 
 SERVED_LAYERS = ("full_attention", "sliding_attention")
 CONVERTED_TYPES = ("F64", "F32", "F16", "BF16")
-"""Types that weights are converted from; all others are kept as they are, or are not weights."""
+"""Types of weights that are converted to the chosen dtype; tensors of other types stay as they are."""
 
 
 class _LoadingInfo(TypedDict):
-    """What transformers says of the weights that it has not read."""
+    """transformers' report of weights that it could not read."""
 
     missing_keys: set[str]
     mismatched_keys: set[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this name, or with "auto" CUDA if there is any. Raises CannotLoad."""
+    """Return the device of this name, or for "auto" CUDA if available, else the CPU. Raises CannotLoad."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         if device.type == "meta":
-            raise CannotLoad(f"device {name!r} cannot be used: it has no memory, and computes nothing")
+            raise CannotLoad(f"device {name!r} cannot be used: it has no memory and computes nothing")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
         raise CannotLoad(f"device {name!r} cannot be used: {error}") from error
@@ -47,7 +47,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The type of this name, or with "auto" the one that is quickest there. Raises CannotLoad."""
+    """Return the dtype of this name, or for "auto" the fastest on the device. Raises CannotLoad."""
     if name == "auto":
         # Without matrix units for bfloat16, a CPU computes it several times slower than float32.
         return torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -63,7 +63,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """Raises CannotLoad, also for what would run, and silently compute something else than the model."""
+    """Read the model's configuration. Raises CannotLoad, also for features that would silently be computed wrongly."""
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         text = config.get_text_config()
@@ -78,21 +78,21 @@ def read_config(folder: Path) -> PreTrainedConfig:
         if kind not in SERVED_LAYERS:
             raise CannotLoad(f"this model has layers of {kind}, which is not supported yet")
     if "sliding_attention" in kinds and not getattr(text, "sliding_window", None):
-        raise CannotLoad("this model has layers of sliding_attention, and its configuration no sliding_window")
+        raise CannotLoad("this model has layers of sliding_attention, but its configuration has no sliding_window")
     if getattr(text, "attn_temperature_tuning", False):
         raise CannotLoad(
             "this model's attention counts tokens by itself (attn_temperature_tuning), not by their positions"
         )
     rope = getattr(text, "rope_parameters", None) or {}
-    # Some have one for each kind of layers.
+    # Some configurations have separate parameters for each kind of layer.
     if any(each.get("rope_type") == "longrope" for each in (rope, *rope.values()) if isinstance(each, dict)):
-        # Its frequencies depend on the longest row of a batch, so rows would depend on each other.
+        # Frequencies of longrope depend on the longest row of a batch, so rows would depend on each other.
         raise CannotLoad("this model's rotary embedding is longrope, which is not supported yet")
     return config
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """The most tokens in a row that the model was made for; None where its configuration names no limit."""
+    """Return the maximum number of tokens in a row; None if the model's configuration has no limit."""
     length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return length or None
 
@@ -100,7 +100,7 @@ def context_length(config: PreTrainedConfig) -> int | None:
 def read_model(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, memory: DeviceMemory
 ) -> PreTrainedModel:
-    """The model with its weights on the device, ready to infer. Raises CannotLoad."""
+    """Load the model with its weights onto the device, in inference mode. Blocks. Raises CannotLoad."""
     needed, free = weights_bytes(folder, dtype), memory.free()
     if needed > free:
         raise CannotLoad(f"the model does not fit: its weights take {gib(needed)}, and {device} has {gib(free)} free")
@@ -113,16 +113,16 @@ def read_model(
                 attn_implementation=ATTENTION_NAME,
                 trust_remote_code=False,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # what transformers says of them otherwise is in its log alone
+                ignore_mismatched_sizes=True,  # otherwise transformers only logs the mismatches
             )
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
-            raise CannotLoad(f"transformers' {config.model_type} lets nobody else compute its attention") from error
-        if str(error).startswith("Unrecognized configuration class"):  # and then a list of some hundred that are known
-            raise CannotLoad(f"transformers has no {config.model_type} that continues text alone") from error
+            raise CannotLoad(f"transformers' {config.model_type} does not support custom attention") from error
+        if str(error).startswith("Unrecognized configuration class"):  # the text lists some hundred classes
+            raise CannotLoad(f"transformers has no causal language model for {config.model_type}") from error
         raise CannotLoad(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
     model, report = cast(tuple[PreTrainedModel, _LoadingInfo], read)
-    # transformers would go on with random numbers in the place of either.
+    # transformers would initialize either randomly and continue.
     if missing := report["missing_keys"]:
         raise CannotLoad(f"{folder} lacks weights: {', '.join(sorted(missing))}")
     if mismatched := report["mismatched_keys"]:
@@ -137,11 +137,11 @@ def read_model(
 
 
 def weights_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """What the folder's weights take as `dtype`, from its files' headers; 0 where they do not say."""
+    """Return the bytes of the folder's weights as `dtype`, from the files' headers; 0 if a header cannot be read."""
     try:
         return sum(_converted_bytes(path, dtype.itemsize) for path in folder.glob("*.safetensors"))
     except (OSError, BadHeader):
-        return 0  # whatever is wrong with a file, who reads it says so better
+        return 0  # reading the weights raises a better error
 
 
 def _converted_bytes(path: Path, item_bytes: int) -> int:
@@ -151,7 +151,7 @@ def _converted_bytes(path: Path, item_bytes: int) -> int:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Keep transformers' progress bars, and the thread that each starts, out of the host program."""
+    """Within the block, disable transformers' progress bars, each of which starts a thread."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

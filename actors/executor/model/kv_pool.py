@@ -1,4 +1,4 @@
-"""The paged KV pool on the device."""
+"""The paged KV pool on the device, and the host memory that its blocks are saved to."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class KVPool:
     """Keys and values of every layer, in blocks.
 
     Each layer's tensors have shape [blocks, kv_heads, block_size, head_dim]: a (block, head) pair is one contiguous
-    run, so gathering a block table moves whole runs and needs no transpose. With `is_token_major` these are views of
-    memory in which a token's heads lie together: [blocks, block_size, kv_heads, head_dim].
+    run, so gathering a block table copies whole runs and needs no transpose. With `is_token_major` the tensors are
+    views of memory laid out as [blocks, block_size, kv_heads, head_dim].
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class KVPool:
         self._buffers: tuple[torch.Tensor, torch.Tensor] = (self.keys[0].new_empty(0), self.keys[0].new_empty(0))
 
     def buffers(self, runs: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two flat buffers with room for `runs` (block, head) runs, kept from step to step: fresh memory is slow."""
+        """Return two flat buffers for at least `runs` (block, head) runs, reused by later steps to save allocations."""
         size = runs * self.keys[0][0, 0].numel()
         if len(self._buffers[0]) < size:
             self._buffers = (self.keys[0].new_empty(size), self.keys[0].new_empty(size))
@@ -52,16 +52,16 @@ class KVPool:
 
     @staticmethod
     def block_bytes(*, layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of one block over all layers, keys and values together."""
+        """Return the bytes of a block: keys and values of all layers."""
         return 2 * layers * block_size * kv_heads * head_dim * dtype.itemsize
 
     def check(self, blocks: Sequence[int]) -> None:
-        """Assert that requests can hold all of these blocks."""
+        """Assert that all these blocks exist and none is the null block."""
         exist = [NULL_BLOCK < block < self.block_count for block in blocks]
         assert all(exist), "a copied block exists, and is not the null block"
 
     def clear(self, layer: int, blocks: torch.Tensor) -> None:
-        """Zero whole blocks of one layer."""
+        """Zero whole blocks of a layer."""
         self.keys[layer][blocks] = 0
         self.values[layer][blocks] = 0
 
@@ -72,7 +72,7 @@ class KVPool:
         self.check(targets)
         device = self.keys[0].device
         blocks = torch.tensor((sources, targets), dtype=torch.int64, pin_memory=device.type == "cuda")
-        read, written = blocks.to(device, non_blocking=True)  # from pinned memory, so that nobody waits
+        read, written = blocks.to(device, non_blocking=True)  # pinned memory, so that the host does not block
         for tensor in (*self.keys, *self.values):
             tensor[written] = tensor[read]
 
@@ -95,11 +95,11 @@ log = get_logger("cuelight.executor")
 
 
 class HostPool:
-    """As many tensors of the same shapes as the pool's, for `block_count` blocks with ids from 0.
+    """Tensors in host memory like the pool's, for `block_count` blocks with ids from 0.
 
-    Copies are queued on the device's stream, in the order of the calls: since nothing else reads this memory, a block
-    that was saved can be loaded, and its slot used again, without waiting. On CUDA the memory is pinned for that, where
-    it is a `host_memory` mapping if the driver can.
+    Copies are queued on the device's current stream, in the order of the calls. Nothing else reads this memory, so a
+    saved block can be loaded, and its host block reused, without waiting. On CUDA the memory is pinned for that; a
+    `host_memory` mapping only if the driver supports it.
     """
 
     def __init__(self, pool: KVPool, block_count: int, host_memory: HostMemoryMapping | None = None) -> None:
@@ -120,11 +120,11 @@ class HostPool:
         return taken.view(stored.dtype).view(shape)
 
     def _pin(self, memory: torch.Tensor) -> None:
-        """Have copies to and from this memory wait for nobody. Without it they are right as well, and slower."""
+        """Pin the memory, so that copies do not block the host. If it fails, copies are correct but slower."""
         driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if error := int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
             log.warning("host_memory_is_not_pinned", error=error)
-            with suppress(RuntimeError):  # the driver tells it once more to whoever asks next
+            with suppress(RuntimeError):  # clear the error, which the driver returns again from the next call
                 torch.zeros(1, device=self._pool.keys[0].device)
         else:
             weakref.finalize(self, _unpin, driver.cudaHostUnregister, memory).atexit = False
@@ -160,7 +160,7 @@ def _unpin(unregister: Callable[[int], object], memory: torch.Tensor) -> None:
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(source, target, count): blocks that lie in a row in both memories are copied at once."""
+    """Return runs (source, target, count) of blocks that are adjacent in both memories, to be copied at once."""
     runs: list[tuple[int, int, int]] = []
     for source, target in zip(sources, targets, strict=True):
         if runs:

@@ -1,4 +1,4 @@
-"""Loads a transformers decoder: reads it, makes it fast, and sizes its KV pool and its host memory for blocks."""
+"""Loading of a transformers model: read it, optimize it, size its KV pool, and allocate host memory for blocks."""
 
 from __future__ import annotations
 
@@ -40,19 +40,18 @@ from cuelight.messages.request import NULL_BLOCK, HostTier
 log = get_logger("cuelight.executor")
 
 CONTEXT_LENGTH_MAX = 1 << 17
-"""Where a model names no limit of its own."""
+"""Context length, in tokens, of a model whose configuration has none."""
 
 INT8_TOLERANCE = 0.2
-"""How far quantized weights and activations may bring the logits off, as a share of their size: a model that suits has
-0.02, and one of random weights up to 0.06."""
+"""Largest relative deviation of the logits by quantization: suitable models have 0.02, random weights up to 0.06."""
 
 LOGIT_BYTES = 8
-"""Of each logit: in the model's type, in float32, and what masks it."""
+"""Bytes for each logit of the forward pass: in the model's dtype, in float32, and a mask."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its pool, and host memory if it has some."""
+    """A model with its KV pool, and host memory for blocks if there is any."""
 
     model: PreTrainedModel
     pool: KVPool
@@ -64,20 +63,20 @@ class LoadedModel:
     backend: AttentionBackend
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """Logits [len(keep), vocabulary] after the flat tokens `keep`; `token_ids` and `positions` are [1, T]."""
+        """Return logits [len(keep), vocabulary] at the flat indices `keep`; `token_ids` and `positions` are [1, T]."""
         output = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=keep)
         logits: torch.Tensor = output.logits[0]
         return logits
 
     def attention(self, batch: Batch) -> Attention:
-        """One step's attention, by the backend that was chosen."""
+        """Return the attention of one step, from the chosen backend."""
         return self.backend.step(self.pool, batch)
 
 
 def load(options: LoadOptions, memory: Callable[[torch.device], DeviceMemory] = memory_of) -> LoadedModel:
-    """Load weights, make the model fast, and allocate the pool; measure what host memory costs, if it is used.
+    """Load the weights, optimize the model, and allocate the pool; with host memory, measure the cost of using it.
 
-    How long each phase took is in the log.
+    Blocks. The log has the seconds of each phase.
 
     Raises:
         CannotLoad: the folder, dtype, device or architecture cannot be served, or memory does not suffice.
@@ -89,7 +88,7 @@ def load(options: LoadOptions, memory: Callable[[torch.device], DeviceMemory] = 
 
 
 class _TransformersLoader:
-    """The phases of one start, in order."""
+    """The phases of loading, in order."""
 
     def __init__(self, options: LoadOptions, memory: Callable[[torch.device], DeviceMemory]) -> None:
         self._options = options
@@ -102,19 +101,20 @@ class _TransformersLoader:
         self._memory = memory(self._device)
         try:
             self._spec = AttentionSpec.of(self._config, self._device, self._dtype, options.block_size)
-        except RuntimeError as error:  # transformers', where layers have configurations of their own
+        except RuntimeError as error:  # raised by transformers for layers with different configurations
             raise CannotLoad(
                 f"this model's layers differ from each other, which is not supported yet: {error}"
             ) from error
 
     def load(self) -> LoadedModel:
-        """As `load` outside."""
+        """Run all phases; as the function `load`."""
         options, phases = self._options, self._phases
         register()
         with phases("read weights"):
             model = read_model(options.folder, self._config, self._dtype, self._device, self._memory)
         backend = choose(options.attention, self._spec, options.code_folder)
-        # Where the pool takes what a step leaves over, there is at first one for the null block alone.
+        # A pool that takes the memory that a step leaves free is allocated after measuring; until then it has only the
+        # null block.
         with phases("KV pool"):
             pool = self._pool(backend, 1 if self._is_measured else count_blocks(options, self._block_bytes, None))
         loaded = LoadedModel(model, pool, None, HostTier(), self._dtype, self._device, options.eos_token_ids, backend)
@@ -145,7 +145,7 @@ class _TransformersLoader:
 
     @property
     def _is_measured(self) -> bool:
-        """Whether the pool's size is what a step leaves over."""
+        """Whether the pool takes the memory that the largest step leaves free."""
         options = self._options
         return self._memory.is_measured and options.block_count is None and options.kv_cache_bytes is None
 
@@ -160,7 +160,7 @@ class _TransformersLoader:
             kept["int8_linears"] = self._quantize(loaded, library)
         elif self._device.type == "cpu" and self._dtype is torch.float32:
             kept["packed_linears"] = pack(loaded.model)
-            _warm(loaded, 1)  # a model's own code may not take such layers
+            _warm(loaded, 1)  # the model's own code may not accept such layers
         return kept
 
     def _quantize(self, loaded: LoadedModel, library: ctypes.CDLL | None) -> int:
@@ -173,12 +173,12 @@ class _TransformersLoader:
         if off > INT8_TOLERANCE:
             raise CannotLoad(
                 f"quantization 'int8' does not suit this model: its logits are off by {off:.2g} of their size, "
-                f"beyond {INT8_TOLERANCE:g}"
+                f"more than {INT8_TOLERANCE:g}; load it without quantization"
             )
         return count
 
     def _library(self) -> ctypes.CDLL | None:
-        """The native kernels, for what is not attention; torch does without, if it has to."""
+        """Return the native kernels for norms and linear layers; None if unavailable, so that torch computes these."""
         if self._device.type != "cpu":
             return None
         try:
@@ -200,7 +200,7 @@ class _TransformersLoader:
                 device=spec.device,
                 is_token_major=backend.is_token_major,
             )
-        except (RuntimeError, TypeError) as error:  # torch.OutOfMemoryError, and numbers that torch cannot hold
+        except (RuntimeError, TypeError) as error:  # torch.OutOfMemoryError, and sizes beyond int64
             raise CannotLoad(f"no memory for a KV cache of {block_count * self._block_bytes} bytes: {error}") from error
 
     @property
@@ -215,7 +215,7 @@ class _TransformersLoader:
         )
 
     def _budget(self, loaded: LoadedModel) -> MemoryBudget:
-        """What steps leave over: one long chunk and one token of every other request, and decode steps in graphs."""
+        """Measure the memory of the largest steps: a long chunk with a token of each other row, and a decode graph."""
         options = self._options
         rows = min(options.running_max, options.token_budget)
         longest = context_length(self._config) or CONTEXT_LENGTH_MAX
@@ -250,11 +250,11 @@ class _TransformersLoader:
                 block_count * block_bytes, "transformers", self._spec, block_count, len(pool.keys)
             )
             if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # an executor before may have had copies on their way
+                torch.cuda.synchronize(self._device)  # copies of an earlier executor may be in progress
             host = HostPool(pool, block_count, host_memory)
         except (RuntimeError, TypeError) as error:
-            asked = block_count * block_bytes
-            raise CannotLoad(f"no memory for {asked} bytes of the KV cache on the host: {error}") from error
+            needed = block_count * block_bytes
+            raise CannotLoad(f"no memory for {needed} bytes of the KV cache on the host: {error}") from error
         longest = context_length(self._config) or TOKENS_MAX
 
         def prefill(token_count: int) -> None:
@@ -267,9 +267,10 @@ class _TransformersLoader:
 
 
 def _try(loaded: LoadedModel, spec: AttentionSpec) -> None:
-    """Four tokens through the model, into the null block: what cannot be served shows now, not at the first request.
+    """Compute four tokens in the null block, so that an unsupported model fails now, not at the first request.
 
-    Each is a row of its own. The second and the last are alike, and only their logits are asked for.
+    Each token is a row of its own. The second and the last are equal, and only their logits are computed. Raises
+    CannotLoad.
     """
     batch, vocabulary = _batch([1] * 4, loaded.pool.block_size, None), vocabulary_of(loaded.model)
     batch.token_ids[:] = [1 % vocabulary, 2 % vocabulary, 0, 2 % vocabulary]
@@ -280,7 +281,7 @@ def _try(loaded: LoadedModel, spec: AttentionSpec) -> None:
 
 
 def _warm(loaded: LoadedModel, token_count: int) -> None:
-    """A row of so many tokens through the model, into the null block."""
+    """Compute a row of `token_count` tokens in the null block. Raises CannotLoad."""
     _compute(loaded, [token_count])
     _clear_null_block(loaded.pool)
 
@@ -291,17 +292,17 @@ def _clear_null_block(pool: KVPool) -> None:
 
 
 def _compute(loaded: LoadedModel, counts: Sequence[int], block_ids: Ints | None = None) -> None:
-    """Rows of so many tokens each, from nothing to the logits of the last ones.
+    """Compute rows of `counts[i]` tokens each, and the logits of their last tokens.
 
-    One row may lie in blocks of its own; without, all lie on top of each other in the null block. Raises CannotLoad.
+    A single row may use the blocks `block_ids`; by default all rows overwrite the null block. Raises CannotLoad.
     """
     batch = _batch(counts, loaded.pool.block_size, block_ids)
     _forward(loaded, batch, loaded.attention(batch), np.array([each.stop - 1 for each in batch.chunks]))
 
 
 def _forward(loaded: LoadedModel, batch: Batch, attention: Attention, keep: Ints) -> torch.Tensor:
-    """The logits after the tokens `keep`. Raises CannotLoad."""
-    # Positions beyond the model's own do not matter here, but it has to know them.
+    """Return the logits at the flat indices `keep`. Raises CannotLoad."""
+    # The values do not matter here, but positions must be within the model's context.
     limit = context_length(loaded.model.config) or CONTEXT_LENGTH_MAX
     given = (batch.token_ids, batch.positions % limit, keep)
     token_ids, positions, kept = (torch.from_numpy(array).to(loaded.device) for array in given)

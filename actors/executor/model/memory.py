@@ -1,7 +1,7 @@
-"""How much memory there is, and how many blocks of keys and values the rest of it holds once a model is loaded.
+"""Memory of a device, and the number of blocks in the KV pool.
 
-On the CPU the pool has a budget of bytes. On a device with memory of its own it takes what a step leaves over: a step
-as large as any is run, and its peak is measured.
+On the CPU the pool has a budget of bytes. On CUDA it takes the memory that weights and steps leave free: the largest
+step is run and its peak is measured. The module also measures the cost of moving blocks to host memory.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from cuelight.messages.request import HostTier
 MEMINFO = Path("/proc/meminfo")
 
 BLOCKS_MIN = 2
-"""The null block, and one for a request."""
+"""The null block, and a block for a request."""
 
 
 GRAPH_BYTES = 4 << 20
-"""What the driver takes for a graph of its own, beside the memory that all share."""
+"""Bytes that the driver takes for each graph, beside the memory that all graphs share."""
 
 
 class DeviceMemory(Protocol):
-    """A device's memory, in bytes. With `is_measured` it tells what steps take, and the pool's size goes by that."""
+    """A device's memory, in bytes. With `is_measured` it reports the peak of a step, by which the pool is sized."""
 
     is_measured: bool
 
     def total(self) -> int:
-        """All that the device has."""
+        """Return the memory of the device in total."""
 
     def free(self) -> int:
-        """What nobody has taken, in this process or another."""
+        """Return the memory that no process uses."""
 
     def allocated(self) -> int:
-        """What this process's tensors take now."""
+        """Return the memory that this process's tensors use now."""
 
     def peak(self) -> int:
-        """The most that they took since `begin`."""
+        """Return the most memory that this process's tensors have used since `begin`."""
 
     def begin(self) -> None:
-        """Give back what is kept in reserve, and forget the peak so far."""
+        """Release the allocator's cached memory, and reset the peak."""
 
 
 class CudaMemory:
-    """As the driver and torch's allocator tell."""
+    """Memory of a CUDA device, as reported by the driver and torch's allocator."""
 
     is_measured = True
 
@@ -83,7 +83,7 @@ class CudaMemory:
 
 
 class SystemMemory:
-    """The machine's. What tensors take is not known there."""
+    """Memory of the machine. The memory of tensors is not measured."""
 
     is_measured = False
 
@@ -92,7 +92,7 @@ class SystemMemory:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def free(self) -> int:
-        """With what the system would give up for it."""
+        """Return the available memory, including caches that the system would reclaim."""
         try:
             lines = MEMINFO.read_text().splitlines()
             return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
@@ -108,17 +108,21 @@ class SystemMemory:
         return 0
 
     def begin(self) -> None:
-        """Nothing to forget."""
+        """Do nothing: no peak is measured."""
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
-    """The device's."""
+    """Return the memory of a device."""
     return CudaMemory(device) if device.type == "cuda" else SystemMemory()
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes of a device's memory, and what takes them. `used` is all that is there before the pool, whoever's it is."""
+    """The use of a device's memory, in bytes.
+
+    `used` is all memory in use before the pool is allocated, including that of other processes and the weights.
+    `fraction` is the fraction of `total` that may be in use in total. `step` and `graphs` are reserved.
+    """
 
     total: int
     fraction: float
@@ -129,7 +133,7 @@ class MemoryBudget:
 
     @property
     def pool(self) -> int:
-        """What is left for the pool; negative where the rest takes more than it may."""
+        """Bytes left for the pool; negative if the rest exceeds the budget."""
         return int(self.total * self.fraction) - self.used - self.step - self.graphs
 
     def __str__(self) -> str:
@@ -146,10 +150,10 @@ def measure_memory(
     decode: Callable[[], None] | None,
     graph_count: int,
 ) -> MemoryBudget:
-    """Run the largest step and see what it takes; the weights are all that this process has on the device so far.
+    """Run the largest step and measure its memory. All memory that tensors use before it counts as weights.
 
-    `sampling` bytes follow a forward pass, after it has given its own back. Graphs share what the largest `decode` step
-    takes; without one there are none. Raises CannotLoad.
+    `sampling` is the number of bytes used after the forward pass has released its memory. Graphs share the memory of
+    the largest `decode` step; None means no graphs. Raises CannotLoad.
     """
     weights = memory.allocated()
     peak = max(_peak(memory, step), sampling)
@@ -160,7 +164,7 @@ def measure_memory(
 
 
 def _peak(memory: DeviceMemory, work: Callable[[], None]) -> int:
-    """What it takes beside what is there before."""
+    """Return the peak memory of `work`, beyond the memory in use before it. Raises CannotLoad."""
     memory.begin()
     before = memory.allocated()
     try:
@@ -169,15 +173,15 @@ def _peak(memory: DeviceMemory, work: Callable[[], None]) -> int:
         total = memory.total()
         raise CannotLoad(
             f"the model does not fit: of {gib(total)} its weights take {gib(before)}, {gib(total - memory.free())} are "
-            f"in use in all, and a step as large as token_budget allows finds no room: {error}"
+            f"in use in total, and the largest step that token_budget allows needs more: {error}"
         ) from error
     return memory.peak() - before
 
 
 def count_blocks(options: LoadOptions, block_bytes: int, budget: MemoryBudget | None) -> int:
-    """Blocks of the pool: as many as are asked for, or as many as the budget has room for. Raises CannotLoad.
+    """Return the number of blocks of the pool: as the options say, or as many as fit. Raises CannotLoad.
 
-    Without a budget that was measured, the host's free memory decides.
+    With a measured `budget`, the blocks fill it; with None, the options and the host's free memory decide.
     """
     if budget is None:
         return options.blocks(block_bytes, cpu_budget())
@@ -188,15 +192,15 @@ def count_blocks(options: LoadOptions, block_bytes: int, budget: MemoryBudget | 
 
 
 def gib(count: int) -> str:
-    """Bytes for people."""
+    """Format bytes as MiB or GiB."""
     return f"{count / (1 << 30):.2f} GiB" if count >= 10 << 20 else f"{count / (1 << 20):.2f} MiB"
 
 
 TOKENS_MAX = 64
-"""So many tokens are computed at once, where the pool and the model's context have room for them."""
+"""Tokens computed to measure the cost of recomputing, if the pool and the model's context hold as many."""
 
 BLOCKS_MAX = 8
-"""So many blocks are copied at once: few requests lose fewer."""
+"""Blocks copied to measure the cost of moving; most preempted requests have at least as many."""
 
 MOVES = 5
 
@@ -204,14 +208,15 @@ MOVES = 5
 def measure_costs(
     pool: KVPool, host: HostPool, token_limit: int, prefill: Callable[[int], None], now: Callable[[], float]
 ) -> HostTier:
-    """Move blocks, and compute some; all of them are zeros again afterwards.
+    """Measure the seconds to move a block to host memory and back, and to recompute a token.
 
-    `prefill(n)` computes a row of n tokens, at most `token_limit`, in the pool's first blocks; `now` gives seconds.
+    `prefill(n)` computes a row of n tokens, at most `token_limit`, in the pool's first blocks; `now` returns seconds.
+    Blocks of the pool that were used are zeroed afterwards.
     """
     device = pool.keys[0].device
     token_count = min(TOKENS_MAX, token_limit, (pool.block_count - 1) * pool.block_size)
     count = min(BLOCKS_MAX, host.block_count, pool.block_count - 1)
-    # In opposite orders: blocks that are neighbours in both memories are copied at once, which is rare in use.
+    # In opposite orders, since adjacent blocks are copied in a single run, which is rare in use.
     kept, stored = range(count)[::-1], range(1, 1 + count)
 
     def move() -> None:
@@ -219,7 +224,7 @@ def measure_costs(
         host.load(kept, stored)
 
     move_seconds = _seconds(move, MOVES, device, now) / count
-    # Once, since it takes long: a machine that is busy elsewhere makes moving look better than it is, no more.
+    # Once, since it takes long. On a busy machine moving blocks then merely looks better than it is.
     recompute_seconds = _seconds(lambda: prefill(token_count), 1, device, now) / token_count
     used = torch.arange(1, 1 + -(-token_count // pool.block_size), device=device)
     for layer in range(len(pool.keys)):
@@ -228,7 +233,7 @@ def measure_costs(
 
 
 def _seconds(work: Callable[[], None], times: int, device: torch.device, now: Callable[[], float]) -> float:
-    """The median time it takes, once it is warm."""
+    """Return the median seconds of `work`, after a warm-up call."""
     work()
     measured: list[float] = []
     for _ in range(times):
@@ -241,6 +246,6 @@ def _seconds(work: Callable[[], None], times: int, device: torch.device, now: Ca
 
 
 def _wait(device: torch.device) -> None:
-    """Until all that is queued on the device is done."""
+    """Block until all work queued on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The modules of a model: where its layers are, how to replace a module and undo that, a small copy for trials."""
+"""Tools for replacing modules of a model: find its layers, replace modules, undo it, and compare logits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from cuelight.actors.executor.model.folder import context_length
 
 @dataclass(frozen=True)
 class ModuleReplacement:
-    """What was done to a model: in so many places, and how to undo it."""
+    """A change to a model: `count` replacements, and a function that undoes them."""
 
     count: int
     undo: Callable[[], None]
 
 
 def replace_modules(model: torch.nn.Module, places: dict[torch.nn.Module, torch.nn.Module]) -> Callable[[], None]:
-    """Put each value where its key is, wherever in the model that is; the function undoes it."""
+    """Replace each key of `places` by its value, everywhere in the model; return a function that undoes it."""
     done: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
@@ -41,7 +41,7 @@ def replace_modules(model: torch.nn.Module, places: dict[torch.nn.Module, torch.
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList | None:
-    """The list of layers, each of which attends; None where the model has no such list."""
+    """Return the list of the model's attention layers; None if the model has no such list."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if (
@@ -54,12 +54,12 @@ def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList | None:
 
 
 def modules_with_layer_index(layer: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules within that know which layer they belong to; who attends is among them."""
+    """Return the modules within a layer that have a `layer_idx`, among them its attention."""
     return [module for module in layer.modules() if isinstance(getattr(module, "layer_idx", None), int)]
 
 
 def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A float32 copy with the first layers only, as many as it takes to have one of each kind."""
+    """Return a float32 copy with only the leading layers, up to the first of each kind; None without a layer list."""
     layers = decoder_layers(model)
     if layers is None:
         return None
@@ -72,26 +72,28 @@ def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
 
 
 def _kind(layer: torch.nn.Module) -> tuple[object, ...]:
-    """The same for layers that are made alike."""
+    """Return the layer's module types and parameter shapes, equal for layers of the same structure."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     return modules, tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
 
 
 TOKENS = 8
-"""Enough for positions and masks to matter, few enough to cost nothing."""
+"""Tokens of the probe: enough for positions and masks to matter, few enough to be cheap."""
 
 STRIDE = 7919
-"""Apart in the vocabulary: a prime, so that the tokens differ whatever its size is."""
+"""Distance of the probe's token ids: a prime, so that they differ modulo nearly any vocabulary size."""
 
 
 class DenseAttention:
-    """Causal attention over one row of tokens that are all there. Windows and caps are left out: who compares two
-    forms of a model needs only the same for both."""
+    """Causal attention over a single row without a KV pool.
+
+    Windows and caps are ignored, since comparing two forms of a model only needs the same attention for both.
+    """
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, *_: object, **__: object
     ) -> torch.Tensor:
-        """Shapes as `PagedAttention.attend`'s."""
+        """Attend; shapes as in `PagedAttention.attend`."""
         queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
         out = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
         return out[0].transpose(0, 1)
@@ -99,18 +101,18 @@ class DenseAttention:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """How a module was called during a trace. It keeps the tensors, so that none takes the place of another."""
+    """The calls of a module during a trace. Tensors are kept alive, so that their ids stay unique."""
 
     module: torch.nn.Module
     name: str
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[object] = field(default_factory=list)
     is_simple: bool = True
-    """Each call gave it one tensor, and it gave one back."""
+    """Whether each call had a single tensor as its input, and one as its output."""
 
 
 class Probe:
-    """The same few tokens each time. For inference only, on the model's own device."""
+    """A fixed row of a few tokens, computed on the model's device, to compare logits and trace modules."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -121,14 +123,14 @@ class Probe:
 
     @torch.inference_mode()
     def logits(self) -> torch.Tensor:
-        """[tokens, vocabulary], in float32."""
+        """Return the logits [tokens, vocabulary] in float32."""
         with attending(DenseAttention()):
             output = self._model(input_ids=self._token_ids, position_ids=self._positions, use_cache=False)
         logits: torch.Tensor = output.logits[0]
         return logits.float()
 
     def trace(self, kinds: Callable[[torch.nn.Module], bool]) -> list[ModuleCall]:
-        """How modules of these kinds are used, in the order of their first call."""
+        """Compute the row and return the calls of the modules that `kinds` selects, in the order of first calls."""
         calls: dict[torch.nn.Module, ModuleCall] = {}
         with _hooks(self._model, kinds, calls):
             self.logits()
@@ -163,21 +165,21 @@ def _hooks(
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """How many tokens the model has embeddings of."""
+    """Return the number of tokens in the model's embedding table."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor)
     return weight.shape[0]
 
 
 def difference(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    """The largest deviation, as a share of the reference's largest magnitude; infinite where a number is none."""
+    """Return the largest deviation relative to the reference's largest magnitude; infinity if not all are finite."""
     if not (logits.isfinite().all() and reference.isfinite().all()):
         return float("inf")
     return float((logits - reference).abs().max() / reference.abs().max().clamp(min=1e-30))
 
 
 def spread(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    """The size of the deviations in all, as a share of the reference's; infinite where a number is none."""
+    """Return the L2 norm of the deviations relative to the reference's; infinity if not all are finite."""
     if not (logits.isfinite().all() and reference.isfinite().all()):
         return float("inf")
     return float((logits - reference).norm() / reference.norm().clamp(min=1e-30))

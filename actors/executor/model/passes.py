@@ -1,6 +1,6 @@
-"""Makes a loaded model faster without changing what it computes: passes, each judged by the untouched model.
+"""Optimization passes on a loaded model, each verified against the logits of the original model.
 
-A pass finds its places by structure, never by a class's name. What differs, or does not run, is undone.
+A pass recognizes modules by structure, not by class name. A pass that changes the logits or fails to run is undone.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from cuelight.kernel import get_logger
 log = get_logger("cuelight.executor")
 
 TOLERANCE = 1e-4
-"""How far the logits of a pass may be off in float32, as a share of the largest."""
+"""Largest deviation of the logits after a pass in float32, relative to the largest logit."""
 
 COARSE_TOLERANCE = 0.15
-"""In half precision, where the same sums in another order are off by hundredths after many layers."""
+"""`TOLERANCE` in half precision, where another order of additions changes logits by hundredths after many layers."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """`find` changes the model and says what it did; None where it found nothing."""
+    """An optimization. `find` modifies the model and returns the replacement; None if it recognized no module."""
 
     name: str
     find: Callable[[PreTrainedModel, Probe], ModuleReplacement | None]
 
 
 def standard_passes(library: ctypes.CDLL | None = None) -> tuple[Pass, ...]:
-    """All that there are. With a library, its kernels are used where they serve."""
+    """Return all passes. With `library`, norms use its kernels if they support them."""
     return Pass("merged_linears", merge_linears), Pass("fused_norms", partial(fuse_norms, library=library))
 
 
 def apply_passes(model: PreTrainedModel, passes: Sequence[Pass]) -> dict[str, int]:
-    """Change the model in place. Gives the passes that were kept, and how many places each changed.
+    """Apply the passes in place and return the number of replacements of each pass that was kept.
 
-    They are judged in float32. A model in half precision is judged by a copy in float32 of a few of its layers first,
-    and then, coarsely, itself.
+    Passes are verified in float32. For a model in half precision, they are first verified on a float32 copy of a few of
+    its layers, then on the model itself with the coarse tolerance.
     """
     if model.dtype is torch.float32:
         return _kept(model, passes, TOLERANCE)
@@ -69,7 +69,7 @@ def apply_passes(model: PreTrainedModel, passes: Sequence[Pass]) -> dict[str, in
 
 
 def tolerance_of(model: PreTrainedModel) -> float:
-    """How far the logits of a form of this model may be off."""
+    """Return the largest relative deviation of the logits that a change to this model may cause."""
     return TOLERANCE if model.dtype is torch.float32 else COARSE_TOLERANCE
 
 
@@ -88,11 +88,11 @@ def _kept(model: PreTrainedModel, passes: Sequence[Pass], tolerance: float) -> d
 
 
 def _is_sound(name: str, change: ModuleReplacement, probe: Probe, reference: torch.Tensor, tolerance: float) -> bool:
-    """Whether the model computes the same; if not, the change is undone."""
+    """Return whether the model's logits are unchanged up to `tolerance`; if not, undo the change."""
     try:
         off = difference(probe.logits(), reference)
-        reason = "" if off <= tolerance else f"its logits are off by {off:.2g} of the largest, beyond {tolerance:g}"
-    except Exception as error:  # whatever the model's code makes of modules that it does not know
+        reason = "" if off <= tolerance else f"its logits are off by {off:.2g} of the largest, over {tolerance:g}"
+    except Exception as error:  # the model's code may fail in any way on replaced modules
         reason = f"{type(error).__name__}: {error}"
     if reason:
         change.undo()
@@ -101,7 +101,7 @@ def _is_sound(name: str, change: ModuleReplacement, probe: Probe, reference: tor
 
 
 class MergedLinear(torch.nn.Module):
-    """Several linear layers of the same input as one, `linear`. Its parts are taken in order, a tensor at a time."""
+    """Several linear layers with the same input, merged into `linear`. Parts of an output must be read in order."""
 
     def __init__(self, linears: Sequence[torch.nn.Linear]) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class MergedLinear(torch.nn.Module):
         self._parts: Sequence[torch.Tensor] = ()
 
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """What layer `index` gives for x. Nothing is kept once the last part was taken."""
+        """Return the output of layer `index` for x. Reading the last part releases the merged output."""
         if index == 0 or x is not self._input:
             self._input, self._parts = x, self.linear(x).split(self.widths, dim=-1)
         part = self._parts[index]
@@ -127,24 +127,24 @@ class MergedLinear(torch.nn.Module):
 
 
 class MergedLinearPart(torch.nn.Module):
-    """In the place of one of the merged layers."""
+    """The replacement of a merged layer."""
 
     def __init__(self, merged: MergedLinear, index: int) -> None:
         super().__init__()
         self.index = index
         self.out_features = merged.widths[index]
-        # Among the model's modules once, under the first part, where those that pack or quantize linear layers find it.
+        # Registered once as a submodule, of the first part, so that packing and quantizing replace it once.
         if index == 0:
             self.merged = merged
         self._shared = (merged,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[…, in_features] → […, out_features]."""
+        """Map […, in_features] to […, out_features]."""
         return self._shared[0].part(self.index, x)
 
 
 def merge_linears(model: PreTrainedModel, probe: Probe) -> ModuleReplacement | None:
-    """Merge all that can be. Until the change is dropped the weights are there once, seen by both forms."""
+    """Merge linear layers that have the same input. Original layers become views of the merged weights."""
     places: dict[torch.nn.Module, torch.nn.Module] = {}
     groups = _groups(model, probe.trace(lambda module: type(module) is torch.nn.Linear))
     for linears in groups:
@@ -157,7 +157,7 @@ def merge_linears(model: PreTrainedModel, probe: Probe) -> ModuleReplacement | N
 
 
 def _groups(model: torch.nn.Module, calls: Sequence[ModuleCall]) -> list[list[torch.nn.Linear]]:
-    """Layers to merge, each group in the order in which it is called."""
+    """Return the groups of layers to merge, each in calling order: siblings with the same input, dtype and device."""
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     fit = [
         (call.name.rpartition(".")[0], id(call.inputs[0]), call.module)
@@ -182,21 +182,21 @@ def _frozen(values: torch.Tensor) -> torch.nn.Parameter:
 
 
 LARGE = 1024.0
-"""Inputs so large that no epsilon shows: the norm gives its scale."""
+"""Input so large that epsilon is negligible, so the norm returns its scale."""
 
 SMALL = 1e-6
-"""Inputs so small that the norm gives away its epsilon."""
+"""Input so small that the output depends on epsilon."""
 
 MAGNITUDES = (1e-3, 1.0, 30.0)
-"""What a norm is tried with."""
+"""Standard deviations of the random inputs that a recognized norm is verified with."""
 
 ROUNDING = 1e-5
-"""How far float32 may be off."""
+"""Tolerance for float32, relative and absolute."""
 
 
 @dataclass(frozen=True)
 class RecognizedNorm:
-    """What a module turned out to compute. `scale` is float32; `is_offset` where the weight is that less 1."""
+    """The RMS norm that a module computes. `scale` is float32; with `is_offset`, the module's weight is `scale - 1`."""
 
     scale: torch.Tensor
     epsilon: float
@@ -204,17 +204,17 @@ class RecognizedNorm:
 
 
 class FusedNorm(torch.nn.Module):
-    """A norm in one operation, in float32 within. Through the native kernels where there are some, on the CPU."""
+    """An RMS norm in a single operation, in float32 internally; with `kernels`, by the native kernels on the CPU."""
 
     def __init__(self, norm: RecognizedNorm, dtype: torch.dtype, kernels: SmallKernels | None) -> None:
         super().__init__()
-        # 1 + w is not rounded to the weight's type: near 1 a type of few digits has none left for w.
+        # 1 + w is not rounded to the weight's dtype: in half precision, w would lose its digits.
         self.weight = torch.nn.Parameter(norm.scale if norm.is_offset else norm.scale.to(dtype), requires_grad=False)
         self.epsilon, self._kernels = norm.epsilon, kernels
         self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[…, n] → […, n]."""
+        """Map […, n] to […, n]; use the result of `compute_ahead` if it was for this tensor."""
         if self._ahead is not None:
             known, y = self._ahead
             self._ahead = None
@@ -223,7 +223,7 @@ class FusedNorm(torch.nn.Module):
         return self._compute(x)
 
     def compute_ahead(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute for this very tensor now: the code that makes it and this may be compiled into one."""
+        """Compute the norm of x now and store it for `forward`, so that the producer of x and the norm are fused."""
         y = self._compute(x)
         self._ahead = x, y
         return y
@@ -240,7 +240,7 @@ class FusedNorm(torch.nn.Module):
 
 
 def fuse_norms(model: PreTrainedModel, probe: Probe, library: ctypes.CDLL | None = None) -> ModuleReplacement | None:
-    """Replace every norm of this kind; with a library, its kernels serve those of float32."""
+    """Replace every RMS norm. With `library`, its kernels compute those of float32 on the CPU."""
     kernels = None if library is None else SmallKernels(library)
     places: dict[torch.nn.Module, torch.nn.Module] = {}
     for call in probe.trace(_may_be_norm):
@@ -260,7 +260,7 @@ def _may_be_norm(module: torch.nn.Module) -> bool:
 
 @torch.inference_mode()
 def recognize(module: torch.nn.Module) -> RecognizedNorm | None:
-    """What norm a module with a single vector as its weight is; None if it is another thing."""
+    """Return the RMS norm that a module with a single weight vector computes; None if it computes anything else."""
     copied = copy.deepcopy(module).float()
     weight = next(copied.parameters()).detach()
     ones = torch.ones(1, len(weight), device=weight.device)
@@ -275,12 +275,12 @@ def recognize(module: torch.nn.Module) -> RecognizedNorm | None:
         measured = (float(exact[at] / least[at]) * SMALL) ** 2 - SMALL**2
         norm = RecognizedNorm(exact.clone(), _epsilon(module, measured), is_offset)
         return norm if all(_alike(copied(x), _plain(norm, x)) for x in _inputs(weight)) else None
-    except (RuntimeError, TypeError, ValueError, IndexError):  # a module that takes no rows of numbers is no norm
+    except (RuntimeError, TypeError, ValueError, IndexError):  # a module that does not accept rows of floats is no norm
         return None
 
 
 def _epsilon(module: torch.nn.Module, measured: float) -> float:
-    """The module's own number where it has one that is like what was measured: that is rounded."""
+    """Return the module's float attribute close to the measured epsilon, which is inexact; by default the measured."""
     own = [value for value in vars(module).values() if isinstance(value, float)]
     near = [value for value in own if abs(value - measured) <= 1e-3 * value]
     return near[0] if near else max(measured, 0.0)

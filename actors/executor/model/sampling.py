@@ -1,7 +1,7 @@
-"""Choosing tokens from logits on the device, all rows of a step at once.
+"""Sampling on the device, for all rows of a step at once.
 
-What the rows want is laid out on the host beforehand, as arrays that go to the device with the rest of the step; the
-logits stay there. Nothing is computed that no row of the step asks for.
+The sampling options of the rows are laid out on the host as arrays, which are sent to the device with the other arrays
+of the step; the logits stay on the device. A method of sampling is computed only for the rows that use it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from cuelight.actors.executor.rng import TOKEN_FIRST, TOKEN_SECOND, keys
 from cuelight.messages.request import Sampling
 
 TOP_K_PICKED_MAX = 1024
-"""Up to so many, the most probable tokens are picked out; beyond that all are sorted."""
+"""Largest `top_k` for which only the most probable tokens are selected; for larger ones all tokens are sorted."""
 
 ELEMENTS_MAX = 1 << 22
-"""So many logits are treated at once, or one row's: what is computed from them takes 72 times as many bytes."""
+"""Maximum number of logits processed at once (at least one row's), since each takes `ELEMENT_BYTES`."""
 
 ELEMENT_BYTES = 72
-"""Of each logit that is treated: itself, sorted with its place, its noise, and scores, weights and sums in double."""
+"""Bytes for each logit being processed: the logit, sorted with its index, noise, and float64 scores, weights, sums."""
 
 DeviceArrays = Callable[[str], torch.Tensor]
-"""The array of a name, on the device."""
+"""Returns the array of a name on the device."""
 
 
 class SamplingMethod(StrEnum):
-    """How the tokens of some rows are chosen."""
+    """How the tokens of a row are sampled."""
 
     PLAIN = "plain"
-    """Every token may be chosen."""
+    """From all tokens."""
     TOP_K = "top_k"
-    """Only the best `top_k`, which are few."""
+    """From the `top_k` most probable tokens, at most `TOP_K_PICKED_MAX`, selected without sorting all."""
     SORTED = "sorted"
-    """Only the best, however many that are."""
+    """From the most probable tokens, after sorting all."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SamplingPlan:
 
     @classmethod
     def of(cls, sampling_rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> SamplingPlan:
-        """One row of logits for each sampling row."""
+        """Lay out the plan for `sampling_rows`, in the order of their rows of logits."""
         arrays: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]] = {}
         rows: dict[SamplingMethod, list[int]] = {}
         forbidden: list[tuple[int, int]] = []
@@ -71,7 +71,7 @@ class SamplingPlan:
 
 
 def _ends(sampling_row: SamplingRow, eos_token_ids: Sequence[int]) -> Sequence[int]:
-    """What would end the request, and cannot be chosen before `min_tokens` (rule `stop-order`)."""
+    """Return the tokens that end the request, and are not sampled before `min_tokens` (rule `stop-order`)."""
     return (*sampling_row.sampling.stop_token_ids, *(() if sampling_row.sampling.ignore_eos else eos_token_ids))
 
 
@@ -98,11 +98,11 @@ def _options(
 
 
 def choose(logits: torch.Tensor, plan: SamplingPlan, device: DeviceArrays) -> torch.Tensor:
-    """One token id per row of `logits` ([rows, vocabulary]), which it may change; -1 for a row that is not finite.
+    """Return a token id for each row of `logits` [rows, vocabulary]; -1 for a row whose largest is not finite.
 
-    Each row is treated by its own options alone. `top_k` is applied before `top_p`, which keeps the smallest set of
-    most probable tokens whose probabilities reach it. Of what is kept, the token with the largest sum of
-    logit / temperature and noise is chosen.
+    `logits` may be modified. The token of a row depends on the row's own options alone. `top_k` is applied before
+    `top_p`, which keeps the smallest set of most probable tokens whose probabilities reach it. Among the tokens kept,
+    the token with the largest sum of logit / temperature and Gumbel noise is chosen.
     """
     if plan.forbids:
         nothing = logits.new_full((), -torch.inf)
@@ -120,7 +120,7 @@ def choose(logits: torch.Tensor, plan: SamplingPlan, device: DeviceArrays) -> to
 
 
 class _RowGroup:
-    """Some rows whose tokens are chosen by one method, with their options."""
+    """Rows that are sampled by the same method, with their options."""
 
     def __init__(
         self, logits: torch.Tensor, best: torch.Tensor, method: SamplingMethod, piece: slice, device: DeviceArrays
@@ -132,14 +132,14 @@ class _RowGroup:
         return self._device(f"{self._method} {name}")[self._piece, None]
 
     def choose(self, top_k_max: int) -> torch.Tensor:
-        """A token id for each."""
+        """Return a token id for each row."""
         if self._method is SamplingMethod.PLAIN:
             token_ids = torch.arange(self._logits.shape[-1], dtype=torch.int32, device=self._logits.device)
             return self._scaled(self._logits).add_(self._noise(token_ids[None])).argmax(dim=-1)
         if self._method is SamplingMethod.TOP_K:
             values, order = _largest(self._logits, top_k_max)
         else:
-            # Not minus zero: to a device's sort it may be less than zero.
+            # Without negative zero, which a device's sort may place below zero.
             values, order = (self._logits + 0.0).sort(dim=-1, descending=True, stable=True)
         scores = self._scaled(values)
         lost = self._lost(scores.exp())
@@ -147,12 +147,14 @@ class _RowGroup:
         return order.gather(-1, scores.argmax(dim=-1, keepdim=True))[:, 0]
 
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logarithms of unnormalised probabilities, in double; the best is 0."""
+        """Return logarithms of unnormalized probabilities, in float64; the largest is 0."""
         return logits.double().sub_(self._best).div_(self._option("temperature"))
 
     def _lost(self, weights: torch.Tensor) -> torch.Tensor:
-        """Which may not be chosen, by their weights, the best first; in double, since the sums must not depend on how a
-        device adds floats up. Changes the weights."""
+        """Return a mask of the tokens excluded by `top_k` and `top_p`, for weights in descending order.
+
+        The sums are in float64, so that they do not depend on the order in which a device adds. Modifies `weights`.
+        """
         rank = torch.arange(weights.shape[-1], device=weights.device)
         lost = rank >= self._option("top_k")
         weights.masked_fill_(lost, 0)
@@ -161,19 +163,19 @@ class _RowGroup:
         return lost.logical_or_((before >= limit).logical_and_(rank > 0))
 
     def _noise(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """`chance.noise` of each row's key and these tokens, in double."""
+        """Return `rng.noise` of each row's key and these tokens, in float64."""
         halves = self._device(f"{self._method} key")[self._piece].view(torch.int32).view(-1, 2)
         x = token_ids + halves[:, :1]
         spare = torch.empty_like(x)
         _mix(x, spare)
         _mix(x.bitwise_xor_(halves[:, 1:]), spare)
-        # Numbers of 32 bits without a sign, from those with one.
+        # Flip the sign bit and add 2**31, to read signed 32-bit integers as unsigned ones.
         y = x.bitwise_xor_(-(2**31)).double().add_(2.0**31 + 0.5).mul_(2.0**-32)
         return y.neg_().log1p_().neg_().log_().neg_()
 
 
 def _mix(x: torch.Tensor, spare: torch.Tensor) -> None:
-    """`chance`'s mix of 32 bits, in place; `spare` is overwritten. Products wrap around."""
+    """Mix 32 bits as `rng._mixed_32` does, in place; `spare` is overwritten. Products wrap around."""
     for shift, factor in ((16, TOKEN_FIRST), (15, TOKEN_SECOND - 2**32), (16, 1)):
         torch.bitwise_right_shift(x, shift, out=spare)
         x.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1))
@@ -182,12 +184,13 @@ def _mix(x: torch.Tensor, spare: torch.Tensor) -> None:
 
 
 def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest of each row and where they lie, the first of equals first, whatever a device does of itself.
+    """Return the `count` largest logits of each row in descending order, and their token ids; ties by ascending id.
 
-    Each is one number that grows with the logit and falls with the id, so no two are equal.
+    Each logit is combined with its id into an integer that increases with the logit and decreases with the id, so that
+    no two are equal, and the order does not depend on the device.
     """
     size = logits.shape[-1]
-    bits = (logits + 0.0).view(torch.int32)  # without minus zero
+    bits = (logits + 0.0).view(torch.int32)  # without negative zero
     rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     falling = torch.arange(size - 1, -1, -1, device=logits.device)
     keys = ((rising << 32) + falling).topk(count, dim=-1).values
@@ -196,11 +199,11 @@ def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def peak_bytes(rows: int, vocabulary: int) -> int:
-    """Memory that `choose` takes at most, beside the logits."""
+    """Return the maximum bytes that `choose` allocates, beside the logits."""
     return ELEMENT_BYTES * min(rows * vocabulary, max(vocabulary, ELEMENTS_MAX))
 
 
 def sample(logits: torch.Tensor, sampling_rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> torch.Tensor:
-    """`choose`, with the arrays of the plan moved to the device at once."""
+    """Lay out the plan, copy its arrays to the device and call `choose`."""
     plan = SamplingPlan.of(sampling_rows, eos_token_ids)
     return choose(logits, plan, lambda name: torch.from_numpy(plan.arrays[name]).to(logits.device))

@@ -147,7 +147,7 @@ class Traffic:
             figures.wrong.append(f"nonsense was served: {prompt!r:.40} with {asked}")
 
     async def _kill(self, figures: Figures, until: float) -> None:
-        """The id of the executor's process, or its life if it has no process of its own."""
+        """Kill the executor until the deadline: its process, or its actor if it has no process of its own."""
         pause = self._arguments.kill_seconds
         while time.perf_counter() + pause < until:
             await asyncio.sleep(pause)

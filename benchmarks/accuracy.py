@@ -1,4 +1,4 @@
-"""What fewer bits cost: perplexity, and how far each form of the model is from the same model in more bits.
+"""Measure the accuracy of quantized models: perplexity, and the distance from the same model in more bits.
 
     python -m benchmarks.accuracy [--chunk 256] [--text FILE] [--json FILE]
 

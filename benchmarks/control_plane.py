@@ -62,7 +62,7 @@ class TimedExecutor(Actor[_TimedInbox]):
         self._free_at = 0.0
 
     def handle(self, message: _TimedInbox) -> None:
-        """Answer a step once its time is over."""
+        """Answer a step when its time has passed."""
         if isinstance(message, _StepOver):
             message.reply_to.tell(message.answer)
         elif isinstance(message, executor.ExecuteStep):

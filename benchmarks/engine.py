@@ -1,4 +1,4 @@
-"""The engine on whole workloads: speed, latency, memory, where the time goes, and how near the machine's limits it is.
+"""Measure the engine on whole workloads: speed, latency, memory, time of each part, and the distance to machine limits.
 
     python -m benchmarks.engine [--workload W1,W2,W4] [--quantization int8] [--kv-cache-dtype int8] [--decoder auto]
         [--dtype auto] [--device cpu] [--threads 2] [--reps 3] [--workload-file FILE] [--json FILE]
@@ -198,7 +198,7 @@ def engine_options(arguments: argparse.Namespace) -> EngineOptions:
 
 
 def wanted(arguments: argparse.Namespace, folder: Path) -> list[Workload]:
-    """Those in files where files are named, else our own."""
+    """Return the workloads of the given files, or the built-in ones if no file is given."""
     if arguments.workload_file:
         return [FileWorkload(Path(file)) for file in arguments.workload_file.split(",")]
     own = own_workloads(folder)
@@ -206,7 +206,7 @@ def wanted(arguments: argparse.Namespace, folder: Path) -> list[Workload]:
 
 
 def use_cores(count: int) -> None:
-    """Keep this process, and the threads that libraries are going to make, to so many processors."""
+    """Restrict this process, and the threads that libraries will create, to `count` processors."""
     os.environ["OMP_NUM_THREADS"] = str(count)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])

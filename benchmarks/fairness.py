@@ -1,4 +1,4 @@
-"""How long one tenant waits for its first tokens while another floods the engine, on a clock that only jumps.
+"""Measure one tenant's waits for first tokens while another floods the engine, on a virtual clock.
 
     python -m benchmarks.fairness [--seeds 5] [--requests 100] [--json FILE]
 
@@ -55,12 +55,12 @@ WARM_UP_SECONDS: Final = 60.0
 POLICIES: Final = ("fcfs", "priority", "fair")
 SHARES: Final = {"p50": 0.5, "p99": 0.99}
 WITHIN: Final = 1.5
-"""What "fair" is to stay within, in times of the yardstick, at the median and at the 99th percentile."""
+"""Bound on the ratio to the yardstick, at the median and at the 99th percentile, for a policy to be fair."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What the flood takes: tokens of its prompts and outputs, at least and at most, and the blocks there are."""
+    """The size of the flood: least and most tokens of its prompts and outputs, and the number of blocks."""
 
     name: str
     prompts: tuple[int, int]
@@ -77,7 +77,7 @@ SCENARIOS: Final = (
 
 
 def step_seconds(slowness: float, step: executor.ExecuteStep) -> float:
-    """Seconds for a step of a device that is so many times slower than the modelled one."""
+    """Return the seconds of a step on a device that is `slowness` times slower than the modelled one."""
     decodes = sum(chunk.token_count == 1 for chunk in step.chunks)
     prefill = sum(chunk.token_count for chunk in step.chunks) - decodes
     return slowness * (STEP_SECONDS + ROW_SECONDS * decodes + TOKEN_SECONDS * prefill)
@@ -92,10 +92,10 @@ class Clients:
         """Seconds from arrival to the first token, of the light tenant's requests."""
         self.light_ended = 0
         self.flood_tokens = 0
-        """Of the prompts and outputs of the flood's requests that have ended."""
+        """Tokens in the prompts and outputs of the flood's requests that have ended."""
         self.preemptions = 0
         self.preemptions_most = 0
-        """Of one request."""
+        """Most preemptions of a single request."""
 
     def receive(self, message: detokenizer.DetokenizerMessage) -> None:
         """Note the first tokens and the ends."""
@@ -157,7 +157,7 @@ class FairnessRun:
         assert len(self.clients.waits) == self._requests, "each of them got a first token"
 
     def waits(self, share: float) -> float:
-        """Seconds that so many of the light tenant's requests waited for their first tokens, at most."""
+        """Return the percentile `share` of the light tenant's waits for first tokens, in seconds."""
         return percentile(list(self.clients.waits.values()), share)
 
     def waited(self, request_id: RequestId) -> float:
@@ -198,12 +198,12 @@ def runs(scenario: Scenario, policy: str | None, seeds: int, requests: int) -> l
 
 
 def ratios(beside: list[FairnessRun], alone: list[FairnessRun], share: float) -> list[float]:
-    """What waiting beside the flood is to waiting alone on half the machine, for each seed."""
+    """Return, for each seed, the ratio of the wait beside the flood to the wait alone on half the machine."""
     return [ours.waits(share) / theirs.waits(share) for ours, theirs in zip(beside, alone, strict=True)]
 
 
 def row(scenario: Scenario, policy: str | None, done: list[FairnessRun], alone: list[FairnessRun]) -> dict[str, object]:
-    """Of the table."""
+    """Return a row of the table."""
     figures: dict[str, object] = {"the flood takes": scenario.name, "policy": policy or "(alone, on half)"}
     for name, share in SHARES.items():
         figures[f"{name}, s"] = f"{statistics.mean(run.waits(share) for run in done):.2f}"

@@ -1,4 +1,4 @@
-"""A million simulated requests through the real scheduler and cache manager, on a clock that only jumps.
+"""Run a million simulated requests through the real scheduler and cache manager on a virtual clock.
 
     python -m benchmarks.million [--requests 1000000] [--policy fair] [--rate 45] [--svg FILE] [--json FILE]
 
@@ -41,19 +41,19 @@ WATERMARK: Final = 0.01
 TENANTS: Final = {"chat": 0.4, "search": 0.3, "agents": 0.2, "batch": 0.1}
 """Shares of the traffic."""
 SYSTEM_PROMPTS: Final = 3
-"""Of each tenant."""
+"""Number of system prompts of each tenant."""
 WITH_SYSTEM_PROMPT: Final = 0.6
 CONTINUING: Final = 0.15
 LEAVING: Final = 0.02
 STAY_SECONDS: Final = 10.0
-"""The mean, of a client that leaves unless it has its answer."""
+"""Mean time after which a leaving client cancels, unless it has its answer by then."""
 TOKENS_MAX: Final = 2048
-"""Of a prompt."""
+"""Most tokens of a prompt."""
 VOCABULARY: Final = 49_000
 
 SWING: Final = 0.2
 SWING_SECONDS: Final = 3600.0
-"""The rate is a sine of this period, so many times the mean above and below it."""
+"""The rate is a sine around its mean: SWING is its amplitude as a fraction of the mean, this its period."""
 BURST_FACTOR: Final = 2.0
 BURST_SECONDS: Final = 40.0
 CALM_SECONDS: Final = 900.0
@@ -223,7 +223,7 @@ class MillionRun:
         self.to = self.engine.find(self.engine.roles.scheduler)
 
     def run(self, total: int, rate: float) -> float:
-        """Serve so many requests, arriving at this mean rate, and check the outcome; returns the seconds it took."""
+        """Serve `total` requests that arrive at this mean rate, check the outcome, and return the seconds taken."""
         begin = time.perf_counter()
         self.to.tell(scheduler.ExecutorReady(BLOCKS, BLOCK_SIZE))
         self.engine.run(steps_max=sys.maxsize)
@@ -247,7 +247,7 @@ class MillionRun:
         return picture(f"{total:,} simulated requests", panels, hours)
 
     def figures(self, seconds: float) -> dict[str, object]:
-        """What came of it."""
+        """Return the figures of the run, which took `seconds`."""
         requests, waits = self.board.requests, self.ledger.waits
         tokens = requests.prompt_tokens + requests.output_tokens
         return {

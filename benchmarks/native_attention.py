@@ -109,12 +109,12 @@ class Step:
         return layout(positions, blocks, positions % BLOCK_SIZE, bounds, tables)
 
     def bytes(self) -> int:
-        """Of keys and values that all layers read."""
+        """Bytes of the keys and values that all layers read."""
         tokens = sum(context for _, context in self.sequences)
         return 2 * tokens * KV_HEADS * HEAD_DIM * BYTES[self.kind] * len(self.pools)
 
     def flops(self) -> int:
-        """Of both products over what each query sees, all layers."""
+        """Operations of both products over the tokens that each query sees, in all layers."""
         seen = sum(count * (2 * context - count + 1) // 2 for count, context in self.sequences)
         return 4 * seen * HEADS * HEAD_DIM * len(self.pools)
 

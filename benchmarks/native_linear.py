@@ -30,7 +30,7 @@ LARGE = {"2048": (2048, 2048), "4096": (4096, 4096), "gate+up 4096": (11008, 409
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 COLD_BYTES = 96 << 20
-"""So many bytes of copies: more than the cache that cores share."""
+"""Total size of the weight copies, larger than the cache that cores share."""
 
 PACKED_FOR_ROWS = 32
 """As the engine's own float32 layers are packed."""
@@ -85,7 +85,7 @@ class Ours:
 
 
 def torch_contenders(weights: torch.Tensor, kind: WeightFormat) -> dict[str, Contender]:
-    """torch's ways to the same product; for int4 there is none with float32 rows."""
+    """torch's operations for the same product; torch has no int4 product with float32 rows."""
     if kind is WeightFormat.INT8:
         return {"_int_mm": _int_mm(weights)}
     if kind is WeightFormat.BF16:
@@ -154,7 +154,7 @@ def row(name: str, rows: int, ours: Ours, best: dict[str, float], limits: Limits
 def measure(
     native: ctypes.CDLL, ceilings: Ceilings, seconds: float = 0.1, large: bool = False
 ) -> dict[str, list[dict[str, object]]]:
-    """The table by its title; every contender of a row gets so many seconds."""
+    """Return the table under its title. Each contender of a row is measured for the given seconds."""
     kernels = LinearKernels(native)
     rows: list[tuple[str, int, Ours, dict[str, float]]] = []
     with torch.inference_mode():

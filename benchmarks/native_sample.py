@@ -23,7 +23,7 @@ from cuelight.messages.request import RequestId, Sampling
 VOCABULARY = 49152
 ROWS = 32
 SLOW_ROWS = 4
-"""Of them for numpy and torch."""
+"""Number of rows that numpy and torch sample."""
 
 OPTIONS = {
     "temperature": Sampling(temperature=0.8),
@@ -44,7 +44,7 @@ def logits_by_kind() -> dict[str, Floats]:
 
 
 def fastest(run: Callable[[], object], seconds: float) -> float:
-    """Of at least three calls."""
+    """Return the time of the fastest of at least three calls."""
     best, count, end = float("inf"), 0, time.perf_counter() + seconds
     while count < 3 or time.perf_counter() < end:
         begin = time.perf_counter()

@@ -16,7 +16,7 @@ Doubles = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 FIRST_SORTED = 1024
-"""So many of the most probable tokens are put in order before all are: nearly always they are enough for `top_p`."""
+"""Number of most probable tokens to sort before sorting all; nearly always enough for `top_p`."""
 
 
 def choose(logits: Floats, sampling_row: SamplingRow, eos_token_ids: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""What a step must read and compute at the least, and how long that takes at this machine's limits.
+"""Compute the least data and operations of a step, and their least time at this machine's limits.
 
     python -m benchmarks.roofline [--threads 2]
 
@@ -25,7 +25,7 @@ from cuelight.actors.executor.native.linear import WeightFormat
 from cuelight.actors.executor.native.model_folder import read_architecture
 
 WEIGHT_BYTES = {WeightFormat.F32: 4.0, WeightFormat.BF16: 2.0, WeightFormat.INT8: 1.0, WeightFormat.INT4: 0.5 + 2 / 32}
-"""Of one weight, the scales of INT4's groups included; those of a whole row are few."""
+"""Bytes of one weight, including the scales of INT4's groups; the scales of whole rows are negligible."""
 
 PASSES = 4
 

@@ -1,4 +1,4 @@
-"""What a step costs the control plane: the real scheduler and cache manager as actors, with the messages between them.
+"""Measure a step's control plane: the real scheduler and cache manager as actors, with the messages between them.
 
     python -m benchmarks.scheduler [--reps 3] [--steps 160] [--vllm PYTHON --vllm-script FILE] [--json FILE]
 
@@ -50,7 +50,7 @@ BLOCK_SIZE: Final = 16
 STEPS_IN_FLIGHT: Final = 2
 WARM_UP_STEPS: Final = 32
 FLAT: Final = 1.3
-"""The slowest shape may take so many times as long as the fastest."""
+"""Limit on the ratio of the slowest shape's time to the fastest's."""
 
 VOCABULARY: Final = tuple(range(49_000))
 """One object for each token id, which leaves room in memory for many prompts."""
@@ -77,7 +77,7 @@ SHAPES: Final = (
 
 
 class Figures(TypedDict):
-    """What one process measures, in milliseconds a step; the parts only where the handlers were timed."""
+    """Measurements of one process, in milliseconds a step; the parts only if the handlers were timed."""
 
     median: float
     p90: float
@@ -129,7 +129,7 @@ class Echo(Actor[executor.ExecutorMessage]):
 
     def handle(self, message: executor.ExecutorMessage) -> None:
         if isinstance(message, executor.GetExecutorState):
-            return  # whoever drives the trial says when it is ready
+            return  # the driver of the trial sends `ExecutorReady` itself
         begin = time.perf_counter()
         sampling = self._rows.compute(message)
         decodes = len(sampling) == len(message.chunks) == RUNNING and not message.rows
@@ -137,7 +137,7 @@ class Echo(Actor[executor.ExecutorMessage]):
         if decodes:
             self._note()
         else:
-            assert not self.times, "once all decode, nobody ends and nobody is preempted"
+            assert not self.times, "a request ended or was preempted after all decoded"
         answer = scheduler.StepDone(message.epoch, message.step, sampling, (5,) * len(sampling))
         message.reply_to.tell(answer)
 
@@ -228,7 +228,7 @@ async def measure(shape: Shape, steps: int, *, is_split: bool) -> Figures:
 
 
 def figures(echo: Echo) -> Figures:
-    """Of the steps after the first few."""
+    """Return the figures of all steps after the warm-up."""
     times = echo.times[WARM_UP_STEPS:]
     pairs = times[::STEPS_IN_FLIGHT]
     each = [1e3 * (end - begin) / STEPS_IN_FLIGHT for begin, end in pairwise(pairs)]
@@ -263,13 +263,13 @@ def theirs(shape: Shape, arguments: argparse.Namespace) -> float:
 
 @dataclass
 class Results:
-    """Of one shape: each repetition's figures."""
+    """Results for one shape: the figures of each repetition."""
 
     ours: list[Figures] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
 
     def row(self, shape: Shape, split: Figures) -> dict[str, object]:
-        """Of the table."""
+        """Return a row of the table."""
         medians = [each["median"] for each in self.ours]
         parts = split["parts"]
         row: dict[str, object] = {

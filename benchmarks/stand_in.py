@@ -1,4 +1,4 @@
-"""A stand-in for a model whose steps take as long as they are told to, and no processor time."""
+"""A stand-in for a model whose steps take a given time and no processor time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SlowDevice(StubDevice):
 
 
 def slow_parts(step_seconds: float, config: EngineConfig) -> EngineParts[StubBatch]:
-    """What an engine around such a device is built from."""
+    """Return the parts of an engine around such a device."""
     stub = stub_parts(config)
     load = partial(SlowDevice, step_seconds, config.block_count or 1024, config.block_size)
     return EngineParts(stub.facts, stub.encoder, stub.decode, load)

@@ -81,7 +81,7 @@ class PrimeCounter(Actor[Attempt]):
 
 
 class Foreman(Actor[ForemanMessage]):
-    """Owns the queue, and knows who does what."""
+    """Owns the queue and the assignment of jobs to workers."""
 
     def __init__(self, context: Context[ForemanMessage]) -> None:
         self._me = context.ref

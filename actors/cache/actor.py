@@ -1,4 +1,4 @@
-"""The cache manager: owns the KV blocks' bookkeeping and answers the scheduler. The decisions are in `tables.py`."""
+"""The cache manager: keeps the books of the KV blocks and answers the scheduler. `tables.py` decides on grants."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _log = get_logger("cuelight.cache")
 
 
 class CacheManager(Actor[CacheMessage]):
-    """Tells `observer` its figures after each message that changed them.
+    """The actor that grants blocks. Sends `observer` its figures after each message that changes them.
 
-    Has no blocks until the first `Reset`: what comes before was meant for an earlier cache manager, and is ignored.
+    Has no blocks until the first `Reset`. Messages before that were meant for an earlier cache manager and are ignored.
     """
 
     def __init__(self, observer: Address[BlockFigures], watermark_fraction: float) -> None:
@@ -68,7 +68,7 @@ class CacheManager(Actor[CacheMessage]):
                 refused.append(growth.request_id)
             else:
                 grants.append(grant)
-        if not refused:  # a round that must preempt lets nobody in (rule `running-first`)
+        if not refused:  # a round that must preempt admits no request (rule `running-first`)
             self._admit(message, grants, refused, deferred)
         if refused:
             _log.debug("blocks refused", request_ids=refused, blocks_free=self._tables.pool.free_count)
@@ -112,13 +112,13 @@ class CacheManager(Actor[CacheMessage]):
         if message.host.block_count > self._tables.host.total:
             _log.info(
                 "host_memory_unused",
-                why="a block takes longer to move than to compute",
+                why="moving a block takes longer than computing it",
                 move_seconds=message.host.move_seconds,
                 recompute_seconds=message.block_size * message.host.recompute_seconds,
             )
 
     def _kept_slots(self, message: Reset) -> HostSlots | None:
-        """Those whose contents are there still, and certain; None where there are none."""
+        """Return the host slots whose contents survive this reset and are confirmed; None if host memory is new."""
         if message.host.memory != self._host_memory or not self._host_memory:
             return None
         slots = self._tables.host

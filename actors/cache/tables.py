@@ -1,6 +1,6 @@
-"""The block tables: which blocks each request holds, in order, and how far they are filled.
+"""The block tables: the blocks of each request, in order, and how far they are filled.
 
-Decides what is granted and what is refused; knows nothing of the order of service, of messages' senders or of text.
+Grants or refuses blocks, one request at a time. The order of requests is the scheduler's; messages are in `actor.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cuelight.messages.request import BlockCopies, CopyKind, HostTier, RequestId
 from cuelight.messages.scheduler import Grant
 
 REFUSED_CHAINS_MAX = 16
-"""A round refuses one admission at most, nearly always the same one, so a few are plenty."""
+"""A round refuses at most one admission, nearly always the same one, so a few chains suffice."""
 
 
 @dataclass(slots=True)
@@ -25,19 +25,19 @@ class _BlockTable:
     blocks: list[int]
     computed_tokens: int
     full_blocks: int
-    """So many leading blocks are full and computed; each of them is in the index or the duplicate of one that was."""
+    """Number of leading blocks that are full and computed. Each is indexed, or duplicates a block that was indexed."""
     found_blocks: int = 0
-    """So many leading blocks somebody else had computed."""
+    """Number of leading blocks that came from the prefix cache at admission."""
     is_unindexed: bool = False
-    """Prefixes were forgotten since it was admitted: nobody is to find its blocks, nor what it computes from them."""
+    """Whether its blocks stay out of the index: prefixes were forgotten since its admission, or it is poisoned."""
 
 
 class BlockTables:
     """The tables of all requests that hold blocks, over one pool of blocks of `block_size` tokens.
 
     `watermark_fraction` of the pool, rounded up, stays free after an admission, so that running requests can grow;
-    a request alone in the pool may use all of it. Prefix blocks that are evicted go to `host` memory, if moving one
-    takes less time than computing it again; what is `kept` there from before can be found.
+    a request alone in the pool may use all of it. Evicted prefix blocks are saved to `host` memory if moving a block
+    takes less time than computing it again. Lookups also find the blocks in `kept`, the slots of an earlier instance.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class BlockTables:
         self._block_size = block_size
         self._watermark_blocks = math.ceil(watermark_fraction * pool.total)
         self._tables: dict[RequestId, _BlockTable] = {}
-        # Blocks of known tokens that running requests have yet to compute, by digest, and who does.
+        # Blocks of known tokens that are not computed yet: from the digest to the running request that computes it.
         self._computing: dict[bytes, RequestId] = {}
-        # Chains of refused admissions, oldest first: a retry does not hash its prompt again.
+        # Chains of refused admissions, oldest first, so that a retry does not hash its prompt again.
         self._refused: dict[RequestId, HashChain] = {}
 
     def is_being_computed(self, admission: Admission) -> bool:
-        """Whether the first block that this request would have to compute is one that a running request computes now.
+        """Return whether a running request is computing the first block that this request would have to compute.
 
-        Then it had better wait: computing the same block itself, beside the other one, would take both longer. It also
-        waits for single tokens of the request whose other sample it is.
+        Such a request is deferred: computing the same block twice, side by side, would slow down both. Another sample
+        of a prompt is also deferred while the first sample is computing a token, beyond the hits, that both share.
         """
         leader = self._leader(admission)
         if not self._computing and leader is None:
@@ -79,15 +79,15 @@ class BlockTables:
             return True
         if leader is None:
             return False
-        # One that is not as far as the hits are has other things to compute first.
+        # A leader that is behind the hits has other tokens to compute first.
         next_token = leader.computed_tokens
         is_useful = next_block * self._block_size <= next_token < len(chain) - 1
         return is_useful and chain.shares_prefix(leader.chain, next_token + 1)
 
     def admit(self, admission: Admission) -> Grant | None:
-        """Hold blocks for all tokens, cached ones first; None if they do not all fit, and then nothing has changed.
+        """Grant blocks for all tokens, cached blocks first, or return None and change nothing if they do not all fit.
 
-        At least one token is left to compute, even where all of them are cached: the step needs its logits.
+        At least one token is left to compute, even if all are cached: the step needs its logits.
         """
         request_id, token_ids = admission.request_id, admission.token_ids
         assert request_id not in self._tables, f"request {request_id} is admitted twice"
@@ -95,8 +95,8 @@ class BlockTables:
         chain = self._chain(admission)
         hits = self._find_prefix(chain)
         block_count = self._blocks_for(len(token_ids))
-        # A hit that nobody holds is one of the free blocks, and is not free any more once taken; one in host memory
-        # needs a free block to come back to.
+        # A hit without a holder counts as a free block until it is taken; a hit in host memory needs a free block to
+        # be loaded into.
         needed = block_count - sum(block is not None and self.pool.is_held(block) for block in hits)
         if needed + (self._watermark_blocks if self._tables else 0) > self.pool.free_count:
             self._remember(request_id, chain)
@@ -112,9 +112,9 @@ class BlockTables:
         return Grant(request_id, tuple(blocks), cached_tokens, len(blocks) * self._block_size)
 
     def grow(self, growth: Growth) -> Grant | None:
-        """Append the blocks, maybe none, that the table lacks for `token_count` tokens; None if they do not all fit."""
+        """Append the blocks, possibly none, that the table lacks for `token_count` tokens; None if they do not fit."""
         table = self._tables.get(growth.request_id)
-        assert table is not None, f"request {growth.request_id} grows and holds no table"
+        assert table is not None, f"request {growth.request_id} grows but has no table"
         missing = max(0, self._blocks_for(growth.token_count) - len(table.blocks))
         if missing > self.pool.free_count:
             return None
@@ -123,15 +123,15 @@ class BlockTables:
         return Grant(growth.request_id, tuple(blocks), 0, len(table.blocks) * self._block_size)
 
     def fill(self, filled: Filled) -> None:
-        """Take note of new tokens and of how many are computed; blocks that became full can now be found."""
+        """Store new tokens and the number of computed ones, and index the blocks that became full."""
         table = self._tables.get(filled.request_id)
-        assert table is not None, f"request {filled.request_id} was filled and holds no table"
+        assert table is not None, f"request {filled.request_id} is filled but has no table"
         self._fill(table, filled)
 
     def release(self, filled: Filled, *, is_poisoned: bool = False) -> None:
-        """Fill, then free the table, its tail first. Harmless for a request that holds nothing.
+        """Fill, then free the table, its tail first. Does nothing for a request without a table.
 
-        No request finds from now on what a poisoned one has computed.
+        The blocks that a poisoned request computed are removed from the index.
         """
         self._refused.pop(filled.request_id, None)
         table = self._tables.pop(filled.request_id, None)
@@ -144,12 +144,12 @@ class BlockTables:
         self._fill(table, filled)
         for i in range(table.full_blocks, len(table.chain) // self._block_size):
             self._end_computing(filled.request_id, table.chain.digest(i))
-        # Where this table's block was a duplicate and the first one is gone by now, this one takes its place.
+        # If a block of this table was a duplicate and the indexed one has been evicted since, index this block instead.
         self._index(table, 0)
         self.pool.give_back(reversed(table.blocks))
 
     def forget_prefixes(self) -> None:
-        """Nobody finds from now on what was computed before, nor what is computed from it. Every table stays."""
+        """Empty the prefix cache. Every table stays, but its blocks, present and later ones, stay out of the index."""
         self.pool.forget()
         self.host.forget()
         self._computing.clear()
@@ -157,11 +157,11 @@ class BlockTables:
             table.is_unindexed = True
 
     def take_copies(self) -> tuple[BlockCopies, ...]:
-        """What to copy, in order, before anything is written to the blocks that were granted since the last time."""
+        """Return the copies to make, in order, before anything is written to the blocks granted since the last call."""
         return self._copies.take()
 
     def check(self) -> None:
-        """Walk all tables and the whole pool, and assert that they agree. Costs time proportional to the pool."""
+        """Walk all tables and the whole pool and assert that they agree. Takes time proportional to the pool."""
         entries = Counter(block for table in self._tables.values() for block in table.blocks)
         self.pool.check(entries)
         self.host.check()
@@ -173,15 +173,15 @@ class BlockTables:
                     assert entries[block] == 1, f"block {block} is shared and not full"
                     assert not self.pool.is_indexed(block), f"block {block} is indexed and not full"
                 elif self.pool.is_indexed(block):
-                    assert not table.is_unindexed, f"block {block} is indexed and was to be forgotten"
+                    assert not table.is_unindexed, f"block {block} is indexed, but its table is unindexed"
                     assert self.pool.find(table.chain.digest(i)) == block, f"block {block} has a wrong digest"
         for digest, request_id in self._computing.items():
             table = self._tables[request_id]
-            assert not table.is_unindexed, f"{request_id} promised what nobody is to find"
+            assert not table.is_unindexed, f"{request_id} is unindexed, but others wait for its blocks"
             blocks = range(table.full_blocks, len(table.chain) // self._block_size)
-            assert digest in {table.chain.digest(i) for i in blocks}, f"{request_id} promised what it has or never will"
-        assert len(self._refused) <= REFUSED_CHAINS_MAX, "too many refused chains are kept"
-        assert not self._refused.keys() & self._tables.keys(), "an admitted request is kept as refused"
+            assert digest in {table.chain.digest(i) for i in blocks}, f"{request_id} is not computing {digest.hex()}"
+        assert len(self._refused) <= REFUSED_CHAINS_MAX, f"{len(self._refused)} refused chains are kept"
+        assert not self._refused.keys() & self._tables.keys(), "an admitted request has a refused chain"
 
     def _fill(self, table: _BlockTable, filled: Filled) -> None:
         table.chain.extend(filled.token_ids)
@@ -197,7 +197,7 @@ class BlockTables:
             self._index(table, first)
 
     def _end_computing(self, request_id: RequestId, digest: bytes) -> None:
-        """The block is computed, or will not be by this request."""
+        """Forget that this request computes the block: it has done so, or will not."""
         if self._computing.get(digest) == request_id:
             del self._computing[digest]
 
@@ -209,8 +209,8 @@ class BlockTables:
                 self.pool.index(table.blocks[i], table.chain.digest(i))
 
     def _hold(self, chain: HashChain, hits: list[int | None], block_count: int) -> list[int]:
-        """The blocks of a new table, hits first; what is in host memory is loaded, and can be found at once."""
-        # The hits first: taking new blocks could evict them, or save others over them in host memory.
+        """Return the blocks of a new table, hits first. Hits in host memory are loaded and indexed at once."""
+        # Hold and pin the hits first: taking new blocks could evict them, or overwrite them in host memory.
         self.pool.touch(block for block in hits if block is not None)
         missing = [chain.digest(i) for i, block in enumerate(hits) if block is None]
         pinned = self.host.pin(reversed(missing))
@@ -223,20 +223,20 @@ class BlockTables:
         return [next(rest) if block is None else block for block in hits] + list(rest)
 
     def _save(self, block: int, digest: bytes) -> None:
-        """Keep in host memory what a block held that is about to be written to."""
+        """Save an evicted block to host memory before it is written to; if it is there already, touch it."""
         if digest in self.host:
             self.host.touch(digest)
         elif (slot := self.host.keep(digest)) is not None:
             self._copies.add(CopyKind.SAVE, block, slot)
 
     def _fork(self, source: _BlockTable | None, chain: HashChain, blocks: list[int], start: int) -> int:
-        """Copy the block at `start` from the other sample's table; how many of its tokens need not be computed.
+        """Copy the block at token `start` from the first sample's table; return how many of its tokens are computed.
 
-        Both write to it from there on, so it is copied before that rather than shared until then.
+        Both samples will write to their block, so it is copied at once rather than shared until then.
         """
         if source is None:
             return 0
-        # One block at most, and one token is left to compute (rule `recompute-last`).
+        # At most one block, and one token is left to compute (rule `recompute-last`).
         end = min(source.computed_tokens, len(chain) - 1, start + self._block_size)
         while end > start and not chain.shares_prefix(source.chain, end):
             end -= 1
@@ -247,7 +247,7 @@ class BlockTables:
         return end - start
 
     def _leader(self, admission: Admission) -> _BlockTable | None:
-        """The table of the request whose other sample this one is, if its contents can be used."""
+        """Return the table of the request that `admission` is another sample of, if its contents can be used."""
         if admission.sample_of is None:
             return None
         table = self._tables.get(admission.sample_of)
@@ -266,7 +266,7 @@ class BlockTables:
             del self._refused[next(iter(self._refused))]
 
     def _find_prefix(self, chain: HashChain) -> list[int | None]:
-        """The blocks that hold the beginning of this sequence; None for one that is only in host memory."""
+        """Return the cached blocks of the sequence's longest prefix, with None for a block that is in host memory."""
         hits: list[int | None] = []
         for i in range(self._shareable(chain)):
             digest = chain.digest(i)
@@ -285,7 +285,7 @@ class BlockTables:
 
 
 class _CopyBatch:
-    """Copies of one kind that may be made in any order, or all at once: none writes what another reads or writes."""
+    """Copies of one kind that may be made in any order or at once: none writes what another reads or writes."""
 
     __slots__ = ("copying", "read", "sources", "targets", "written")
 
@@ -298,18 +298,18 @@ class _CopyBatch:
 
 
 class CopyBatches:
-    """Gathers copies in the order in which they must seem to happen, and gives them out in few batches.
+    """Collects copies, in the order in which they must take effect, into few batches.
 
-    A copy joins the latest batch of its kind that nothing in between, nor the batch itself, bars it from: neither may
-    read what it writes, or write what it reads or writes.
+    A copy joins the latest batch of its kind, unless that batch or a later one conflicts with it: reads what the copy
+    writes, or writes what it reads or writes.
     """
 
     def __init__(self) -> None:
         self._batches: list[_CopyBatch] = []
 
     def add(self, copying: CopyKind, source: int, target: int) -> None:
-        """`source` and `target` are blocks of the pool, or slots of host memory, as the kind of copy has it."""
-        # Blocks and slots are numbered apart; below zero, slots cannot be mistaken for blocks.
+        """Add a copy. `source` and `target` are blocks of the pool or slots of host memory, depending on the kind."""
+        # Blocks and slots have numbers of their own; complemented, slots are negative and distinct from blocks.
         read = ~source if copying is CopyKind.LOAD else source
         written = ~target if copying is CopyKind.SAVE else target
         assert read != written, f"block {source} is copied to itself"
@@ -330,9 +330,9 @@ class CopyBatches:
         return batch
 
     def take(self) -> tuple[BlockCopies, ...]:
-        """What was gathered since the last time, without what was saved and then saved over unread."""
+        """Return the copies added since the last call, without saves that a later save overwrites unread."""
         taken: list[BlockCopies] = []
-        lost: set[int] = set()  # slots whose contents nothing reads before they are saved over
+        lost: set[int] = set()  # slots that are overwritten before any copy reads them
         for batch in reversed(self._batches):
             pairs = list(zip(batch.sources, batch.targets, strict=True))
             if batch.copying is CopyKind.SAVE:

@@ -1,4 +1,4 @@
-"""Loads a model folder's tokenizer as a decode function. The only file of the detokenizer that knows of tokenizers."""
+"""Load a model folder's tokenizer as a decode function. No other module of the detokenizer uses tokenizers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _DecodeIds: TypeAlias = Callable[[list[int]], str]
 
 
 class Decoder:
-    """Decodes token ids as the model's tokenizer does, special tokens left out. Ids it does not know have no text.
+    """Decodes token ids as the model's tokenizer does, without special tokens. Unknown ids have no text.
 
-    `byte_tokens` are the ids of byte fallback: what they mean depends on the run of them that they stand in.
+    `byte_tokens` are the ids of byte fallback, whose text depends on the other byte tokens beside them.
     """
 
     def __init__(self, decode: _DecodeIds, vocabulary: dict[str, int]) -> None:
@@ -32,8 +32,8 @@ class Decoder:
 def load_decoder(folder: Path) -> Decoder:
     """Load the tokenizer of a Hugging Face model folder. Takes seconds; raises what transformers raises.
 
-    It is loaded through transformers, though a tokenizer.json alone could be read faster: for some model families
-    transformers builds a tokenizer of its own, and its text is the one that ours is to equal.
+    Loading goes through transformers, although reading tokenizer.json would be faster: for some model families
+    transformers builds a different tokenizer, and the engine's text must equal that of transformers.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -48,7 +48,7 @@ def load_decoder(folder: Path) -> Decoder:
 
 
 def load_cached_decoder(file: Path) -> Decoder:
-    """Load a tokenizer that transformers has built and that was kept in this file. Raises what a bad file raises."""
+    """Load a tokenizer that transformers has built, from its cached file. Raises what reading the file raises."""
     from tokenizers import Tokenizer
 
     return _of_backend(Tokenizer.from_file(str(file)))
@@ -59,7 +59,7 @@ def _of_backend(backend: Tokenizer) -> Decoder:
 
 
 def _byte_tokens(decode: _DecodeIds, vocabulary: dict[str, int]) -> frozenset[int]:
-    """The ids of `<0x00>` to `<0xFF>`, if the tokenizer decodes them as bytes and not as the text of their names."""
+    """Return the ids of `<0x00>` to `<0xFF>` if the tokenizer decodes them as bytes, not as their names."""
     lone_continuation = vocabulary.get("<0x80>")
     if lone_continuation is None or decode([lone_continuation]) != "\ufffd":
         return frozenset()

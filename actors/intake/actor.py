@@ -1,6 +1,6 @@
-"""Intake: whether a request is served at all. Owns admission and the ledger of live requests.
+"""The intake actor: accepts or rejects each request. Owns the queue limit and the ledger of live requests.
 
-Knows nothing of blocks, tensors or output text.
+Blocks and the order of service are the scheduler's; output text is the detokenizer's.
 """
 
 from __future__ import annotations
@@ -38,28 +38,29 @@ from cuelight.messages.request import FailureCause, FinishReason, Prompt, Refusa
 from cuelight.messages.scheduler import Abort, Admit, FailRequest, IntakeStarted, RestoreState, SetPolicy
 
 INLINE_CHARS_MAX: Final = 400
-"""Text up to here is tokenized in the handler: about 0.2 ms, less than a thread's round trip under load costs others.
-A mailbox may hand over many submissions in one turn of the loop, so the bound is low."""
+"""Longest text, in characters, that the handler tokenizes itself, in about 0.2 ms; longer text goes to a thread.
+Under load, a thread's round trip delays other requests by more than that. The bound is low because a mailbox may
+deliver many submissions in one turn of the event loop."""
 
 _log = get_logger("cuelight.intake")
 
 
 class PromptTokenizer(Protocol):
-    """What intake needs of a `PromptEncoder`. `encode` raises `Refused`; anything else is the tokenizer's fault."""
+    """The part of `PromptEncoder` that intake uses. `encode` raises `Refused`; any other error is the tokenizer's."""
 
     def encode(self, prompt: Prompt, token_limit: int) -> tuple[int, ...]:
-        """The prompt's token ids; safe to call on two threads at once."""
+        """Return the prompt's token ids. Safe to call from two threads at once."""
 
 
 class _Encoded(msgspec.Struct, frozen=True, tag=True):
-    """A prompt has become tokens."""
+    """The worker thread has tokenized a prompt."""
 
     request_id: RequestId
     token_ids: tuple[int, ...]
 
 
 class _EncodeFailed(msgspec.Struct, frozen=True, tag=True):
-    """A prompt cannot become tokens."""
+    """The worker thread could not tokenize a prompt."""
 
     request_id: RequestId
     refusal: Refusal
@@ -72,16 +73,16 @@ ToDetokenizer: TypeAlias = Open | DropStream | RetainStreams | RequestEnded | In
 
 
 class Intake(Actor[IntakeInbox]):
-    """Admits, tokenizes and counts requests; opens their streams before the scheduler hears of them.
+    """The actor that accepts, tokenizes and counts requests, and opens their streams before it admits them.
 
-    Prompts and options were parsed by the client library (`parse_prompt`, `parse_options`): what is checked here is
-    what intake alone knows, the room, the tenants, the vocabulary and the lengths.
+    The client library has parsed prompts and options (`parse_prompt`, `parse_options`). Intake checks the rest, for
+    which only it has the data: room in the queue, tenants, vocabulary and lengths.
 
-    Its ledger is what a new scheduler and a new detokenizer begin from. A new intake begins with an empty one, and
-    takes no requests until it knows what fits: clients send theirs again once it is `Ready`.
+    A new scheduler and a new detokenizer are restored from the ledger. A new intake starts with an empty ledger and
+    accepts no request until it has received the token capacity: clients resubmit theirs once it is `Ready`.
     """
 
-    def __init__(  # whom it knows and what it owns, each of another type
+    def __init__(  # many parameters, but each of another type
         self,
         context: Context[IntakeInbox],
         encoder: PromptTokenizer,
@@ -101,17 +102,17 @@ class Intake(Actor[IntakeInbox]):
         self._scheduler = scheduler
         self._detokenizer = detokenizer
         self._observer = observer
-        self._token_capacity = 0  # until the executor serves
+        self._token_capacity = 0  # 0 until the first `CapacityChanged`
         self._ledger = Ledger()
         self._policy: SetPolicy | None = None
         self._new_scheduler: int | None = None
-        """The life of one that waits until the streams are known."""
+        """Life of a new scheduler, from its start until the streams' histories arrive."""
         self._restored_scheduler: int | None = None
-        """The life of the last one that was told what to remember."""
+        """Life of the last scheduler that `RestoreState` was sent to."""
 
     @property
     def request_count(self) -> int:
-        """Requests that it still knows of."""
+        """Number of requests in the ledger."""
         return len(self._ledger)
 
     def started(self) -> None:
@@ -147,10 +148,10 @@ class Intake(Actor[IntakeInbox]):
                 assert_never(message)
 
     def _recover(self, message: ResendComplete | DetokenizerStarted | SchedulerStarted | Streams) -> None:
-        """Take part in the start of another actor, or finish the own one."""
+        """Restore another actor that has restarted, or complete this actor's own restart."""
         match message:
             case ResendComplete():
-                if self._token_capacity:  # else it was meant for an intake before
+                if self._token_capacity:  # otherwise the message was meant for an earlier intake
                     self._detokenizer.tell(RetainStreams(tuple(self._ledger)))
             case DetokenizerStarted(life):
                 self._open_again(life)
@@ -178,7 +179,7 @@ class Intake(Actor[IntakeInbox]):
     def _submit(self, submit: Submit) -> None:
         request_id = submit.request_id
         if request_id in self._ledger or not self._token_capacity:
-            return  # in the second case it will be sent again
+            return  # a duplicate, or too early: the client resubmits once intake is `Ready`
         try:
             if not submit.is_accepted:
                 check_room(len(self._ledger), 1, self._limits.queue_limit, self._completions)
@@ -241,7 +242,7 @@ class Intake(Actor[IntakeInbox]):
     def _opened(self, request_id: RequestId) -> None:
         live = self._ledger.get(request_id)
         if live is None:
-            # It was opened again for a new detokenizer just as it ended, or by an intake that is no more.
+            # The stream was reopened for a new detokenizer just as it ended, or opened by an earlier intake.
             self._detokenizer.tell(DropStream(request_id))
             return
         if live.stage is not RequestStage.OPENING:
@@ -254,12 +255,12 @@ class Intake(Actor[IntakeInbox]):
             _log.info("request_finished", request_id=request_id, reason=str(ending.reason), prompt_tokens=prompt_tokens)
             return
         live.stage = RequestStage.ADMITTED
-        # Streams never wait for tokens that the detokenizer does not expect: it has opened this one.
+        # Admit only now that the stream is open: the detokenizer ignores tokens without a stream.
         live.admit = Admit(
             request_id,
             live.token_ids,
             self._limits.settled(live.sampling, self._token_limit, self._rng.getrandbits),
-            # One that was accepted by an executor with more room is the scheduler's to fail.
+            # A request accepted when the capacity was larger keeps its length here; the scheduler fails it.
             max(self._token_limit, len(live.token_ids) + 1),
             self._limits.isolated(live.service),
             live.submitted_at,
@@ -269,13 +270,13 @@ class Intake(Actor[IntakeInbox]):
         self._scheduler.tell(live.admit)
 
     def _restore_scheduler(self, life: int, histories: tuple[tuple[RequestId, tuple[int, ...]], ...]) -> None:
-        """It is new: it knows of no request."""
+        """Send a new scheduler, which has no requests, the ledger and the streams' histories."""
         has_served = self._token_capacity > 0 and self._restored_scheduler not in (None, life)
         self._restored_scheduler = life
         self._scheduler.tell(self._ledger.restore_state(life, self._policy, histories, has_served=has_served))
 
     def _open_again(self, life: int) -> None:
-        """The detokenizer is new: it knows of no stream."""
+        """Open all streams again for a new detokenizer, which has none."""
         for live in self._ledger.values():
             if live.open is not None:
                 self._detokenizer.tell(live.open)
@@ -292,7 +293,7 @@ class Intake(Actor[IntakeInbox]):
             if live is None:
                 continue
             if live.stage in (RequestStage.ENCODING, RequestStage.OPENING):
-                # It was sent again just before its end came, to which nothing is left but to close the stream again.
+                # The client resubmitted the request just before its end arrived; close the reopened stream.
                 live.is_aborted = True
             else:
                 del self._ledger[request_id]
@@ -301,9 +302,9 @@ class Intake(Actor[IntakeInbox]):
     def _cancel(self, request_id: RequestId) -> None:
         live = self._ledger.get(request_id)
         if live is None:
-            self._scheduler.tell(Abort(request_id))  # which may have it from an intake before
+            self._scheduler.tell(Abort(request_id))  # an earlier intake may have admitted it
         elif not live.is_aborted:
-            # One that is not admitted yet goes on to the next message about it: its stream is then closed in order.
+            # A request that is not admitted yet proceeds until its stream is open, and the stream is closed then.
             live.is_aborted = True
             if live.stage is RequestStage.ADMITTED:
                 self._scheduler.tell(Abort(request_id))
@@ -314,7 +315,7 @@ class Intake(Actor[IntakeInbox]):
             live.is_aborted, live.error = True, message.error
         if live is None or live.stage is RequestStage.ADMITTED:
             self._scheduler.tell(message)
-        if live is None:  # and whoever has a stream of it ends that
+        if live is None:  # the detokenizer may still have a stream from an earlier intake: end it
             failure = FailureCause.ACTOR_CRASHES
             ended = RequestEnded(
                 message.request_id, FinishReason.FAILED, Usage(), 0.0, 0, message.error, failure=failure
@@ -324,7 +325,7 @@ class Intake(Actor[IntakeInbox]):
     def _refuse(self, request_id: RequestId, refused: Refused) -> None:
         live = self._ledger.pop(request_id)
         _reject(live.client, request_id, refused)
-        for sample in live.samples:  # they have the same prompt
+        for sample in live.samples:  # same prompt, same refusal
             self._refuse(sample, refused)
 
 

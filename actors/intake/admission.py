@@ -1,4 +1,4 @@
-"""What intake lets in: how many requests, and how long; and what of a request it settles when it does."""
+"""Limits on requests: their number and length, the defaults filled in at admission, and the completion rate."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from cuelight.messages.request import Refusal, Sampling, Service
 
 @dataclass(frozen=True)
 class AdmissionLimits:
-    """`context_length` counts tokens, prompt and output together; `queue_limit` counts live requests.
+    """The limits that intake applies to requests.
 
-    `tenants` are those whose requests are accepted; None is any. Isolated tenants share no prefixes.
+    `context_length` counts tokens, prompt and output together; `queue_limit` counts live requests. `tenants` names
+    the tenants whose requests are accepted; None accepts any. Isolated tenants share no prefixes.
     """
 
     vocab_size: int
@@ -39,7 +40,7 @@ class AdmissionLimits:
                 raise Refused(Refusal.PROMPT_TOO_LONG, reason)
 
     def settled(self, sampling: Sampling, token_limit: int, random_bits: Callable[[int], int]) -> Sampling:
-        """The same sampling with a seed, from `random_bits`, and without numbers beyond what they can mean here."""
+        """Return `sampling` with a seed, from `random_bits` if it has none, and with numbers clipped to the limits."""
         max_tokens = min(sampling.max_tokens, token_limit)
         return msgspec.structs.replace(
             sampling,
@@ -50,7 +51,7 @@ class AdmissionLimits:
         )
 
     def isolated(self, service: Service) -> Service:
-        """The same service with a salt that no other tenant can have, where tenants are isolated."""
+        """Return `service`, with a salt that no other tenant can have if tenants are isolated."""
         if not self.isolate_tenants:
             return service
         salt = f"{len(service.tenant)} {service.tenant} {service.cache_salt}"
@@ -58,7 +59,7 @@ class AdmissionLimits:
 
 
 def check_room(live: int, count: int, queue_limit: int, completions: CompletionRate) -> None:
-    """Raise `Refused` where `live` requests leave no room for `count` more: QUEUE_FULL, with when there may be some."""
+    """Raise `Refused` if `live` requests leave no room for `count` more: QUEUE_FULL, with a retry time if known."""
     if (excess := live + count - queue_limit) > 0:
         reason = f"{live} requests are live, and the queue limit is {queue_limit}"
         raise Refused(Refusal.QUEUE_FULL, reason, completions.seconds_for(excess))
@@ -68,17 +69,17 @@ WINDOW: Final = 64
 
 
 class CompletionRate:
-    """The moments at which the last 64 requests were finished."""
+    """The rate of completions, from the times at which the last 64 requests finished."""
 
     def __init__(self) -> None:
         self._moments: deque[float] = deque(maxlen=WINDOW)
 
     def note(self, count: int, now: float) -> None:
-        """So many requests have finished just now."""
+        """Record that `count` requests finished at time `now`."""
         self._moments.extend([now] * count)
 
     def seconds_for(self, count: int) -> float | None:
-        """How long until so many more have left, at the pace of the last ones; None while too few have."""
+        """Estimate the seconds until `count` more requests finish; None without a measurable rate."""
         if len(self._moments) < 2 or self._moments[-1] == self._moments[0]:
             return None
         return count * (self._moments[-1] - self._moments[0]) / (len(self._moments) - 1)

@@ -1,6 +1,6 @@
-"""How the plain parts of intake say no, and in which words.
+"""The exceptions of intake's plain functions, and the wording of their reasons.
 
-Never seen outside the engine: the client library raises its own errors.
+Internal to the engine: the client library translates them into its public errors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from cuelight.messages.request import Refusal
 
 
 class Refused(Exception):
-    """This request cannot be served; `reason` is a sentence for whoever sent it, who may try again after a while."""
+    """A request cannot be served. `reason` is a sentence for the client.
+
+    `retry_after_seconds` estimates when a retry may succeed; None where waiting does not help or the time is unknown.
+    """
 
     def __init__(self, refusal: Refusal, reason: str, retry_after_seconds: float | None = None) -> None:
         super().__init__(reason)
@@ -21,20 +24,20 @@ class Refused(Exception):
 
 
 class UnknownOption(Exception):
-    """No option of a request has this name."""
+    """A request has an option with an unknown name."""
 
     def __init__(self, name: str, known: tuple[str, ...]) -> None:
-        super().__init__(f"there is no option {name!r}; the options are {', '.join(known)}")
+        super().__init__(f"unknown option {name!r}; the options are {', '.join(known)}")
         self.name = name
 
 
 def kind(value: object) -> str:
-    """What a value of the wrong type is called in a reason."""
+    """Describe a value of the wrong type for a reason."""
     return "None" if value is None else f"of type {type(value).__name__}"
 
 
 def number(value: int) -> str:
-    """An integer as a reason shows it: Python refuses to print the largest ones."""
+    """Format an integer for a reason; large ones by their size, since Python refuses to print the largest."""
     return str(value) if value.bit_length() <= 128 else f"a number of {value.bit_length()} bits"
 
 

@@ -1,4 +1,4 @@
-"""The ledger: every request that intake has let in and that has not finished, with what was told of it, verbatim."""
+"""The ledger: every request that intake has accepted and that has not finished, with the messages sent about it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from cuelight.messages.scheduler import Admit, RestoreState, SetPolicy
 
 
 class RequestStage(Enum):
-    """How far a request has come."""
+    """The stages of a request in the ledger."""
 
     ENCODING = auto()
-    """Its prompt is becoming tokens."""
+    """The prompt is being tokenized."""
     OPENING = auto()
-    """Its stream is being opened."""
+    """The detokenizer is opening the stream."""
     ADMITTED = auto()
-    """The scheduler has it."""
+    """`Admit` was sent to the scheduler."""
     CLOSING = auto()
-    """It was cancelled before the scheduler heard of it, and its stream is being ended."""
+    """The request was cancelled or failed before its admission, and the detokenizer is closing the stream."""
 
 
 @dataclass(slots=True)
 class LiveRequest:
-    """A request in the ledger. It stays there until it is refused, or until its stream has ended."""
+    """A request in the ledger, from its submission until it is refused or its stream has ended."""
 
     client: Address[ClientMessage]
     sampling: Sampling
@@ -39,16 +39,16 @@ class LiveRequest:
     stage: RequestStage = RequestStage.ENCODING
     token_ids: tuple[int, ...] = ()
     is_aborted: bool = False
-    """It was cancelled, or it has failed."""
+    """Whether the request was cancelled or has failed."""
     error: str = ""
-    """Why it has failed."""
+    """Why the request has failed; empty if it has not."""
     samples: list[RequestId] = field(default_factory=list)
-    """Other requests with the same prompt, which wait until it has become tokens."""
+    """Requests with the same prompt, which take its token ids once it is tokenized."""
     open: Open | None = None
     admit: Admit | None = None
 
     def ending(self, request_id: RequestId) -> RequestEnded:
-        """How it ends without the scheduler."""
+        """Return the end of a request that the scheduler never received: cancelled, or failed with `error`."""
         reason, failure = FinishReason.CANCELLED, None
         if self.error:
             reason, failure = FinishReason.FAILED, FailureCause.ACTOR_CRASHES
@@ -57,7 +57,7 @@ class LiveRequest:
 
 
 class Ledger(dict[RequestId, LiveRequest]):
-    """Requests in the order in which they came."""
+    """Live requests in order of arrival."""
 
     def restore_state(
         self,
@@ -67,7 +67,7 @@ class Ledger(dict[RequestId, LiveRequest]):
         *,
         has_served: bool,
     ) -> RestoreState:
-        """What the scheduler of this life, which is new, must know."""
+        """Return the message that restores a new scheduler, whose life is `life`."""
         admitted = [live for live in self.values() if live.stage is RequestStage.ADMITTED]
         return RestoreState(
             life,

@@ -1,4 +1,7 @@
-"""What a prompt may be. Knows types and shapes; knows nothing of sampling, tokenizers or queues."""
+"""Parse and check a caller's prompt, service options and sampling options.
+
+Checks of the vocabulary and the tenants are functions of their own, which intake calls with the engine's values.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ _TEMPLATE_CHARS = 24  # about what a chat template writes around one message
 
 
 def parse_prompt(raw: object) -> Prompt:
-    """Turn what a caller wrote into a prompt: text, a conversation, a list of messages (mappings or turns) for one, or
-    a list of token ids.
+    """Convert a caller's argument into a prompt.
 
-    Raises `Refused`: EMPTY_PROMPT for an empty list, BAD_MESSAGE for a message that is not a role and a content,
-    WRONG_TYPE for anything else. Text that may have no tokens, and the range of ids, are not looked at here.
+    Accepts text, a conversation, a list of messages (mappings or turns), or a list of token ids. Raises `Refused`:
+    EMPTY_PROMPT for an empty list, BAD_MESSAGE for a message without exactly a role and a content, WRONG_TYPE for
+    anything else. Does not check whether text has tokens, nor the range of ids.
     """
     if isinstance(raw, str):
         return raw
@@ -38,7 +41,7 @@ def parse_prompt(raw: object) -> Prompt:
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise `Refused` for the first id that is not in the vocabulary."""
+    """Raise `Refused` for the first id outside the vocabulary: TOKEN_OUT_OF_RANGE."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
         reason = f"token {index} of the prompt is {number(bad)}; ids go from 0 to {vocab_size - 1}"
@@ -46,7 +49,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_text(prompt: Prompt) -> None:
-    """Raise `Refused` for text that has no UTF-8 form: a tokenizer could not read it."""
+    """Raise `Refused` for text without a UTF-8 form, which a tokenizer cannot read: BAD_PROMPT."""
     if isinstance(prompt, str):
         _check_encodable(prompt, "the prompt")
     elif isinstance(prompt, Conversation):
@@ -56,7 +59,7 @@ def check_text(prompt: Prompt) -> None:
 
 
 def text_length(prompt: Prompt) -> int:
-    """About how many characters there are to tokenize."""
+    """Estimate the number of characters to tokenize; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, Conversation):
@@ -70,7 +73,7 @@ def _check_encodable(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        reason = f"{where} has a lone surrogate at character {error.start}, which no encoding of text allows"
+        reason = f"{where} has a lone surrogate at character {error.start}, which cannot be encoded as UTF-8"
         raise Refused(Refusal.BAD_PROMPT, reason) from None
 
 
@@ -89,7 +92,7 @@ def _token_ids(items: Sequence[object]) -> tuple[int, ...]:
 
 
 def _all_ints(items: Sequence[object]) -> TypeGuard[Sequence[int]]:
-    """The usual case, of which there may be millions: no step of Python for each."""
+    """Return whether all items are plain ints, without a Python step per item: a prompt may have many."""
     return set(map(type, items)) == {int}
 
 
@@ -117,7 +120,7 @@ def _turn(index: int, item: object) -> Turn:
 
 
 def _checked_turn(index: int, role: object, content: object) -> Turn:
-    # A struct's fields are not checked when it is made, so a turn is looked at like any mapping.
+    # msgspec does not check a struct's fields at construction, so a turn is checked like a mapping.
     if not isinstance(role, str) or not role:
         found = "empty" if role == "" else kind(role)
         raise Refused(Refusal.BAD_MESSAGE, f"the role of message {index} is {found}, not a name such as 'user'")
@@ -134,7 +137,7 @@ _SERVICE_DEFAULTS: Final = msgspec.structs.asdict(Service())
 
 
 def parse_service(options: Mapping[str, object]) -> Service:
-    """Turn options by name, all of them `SERVICE_OPTIONS`, into a valid service. Raises `Refused`."""
+    """Convert options, whose names are in `SERVICE_OPTIONS`, into a valid service. Raises `Refused`."""
     fields = {**_SERVICE_DEFAULTS, **options}
     tenant, cache_salt = _name(fields, "tenant"), _name(fields, "cache_salt")
     priority = fields["priority"]
@@ -147,9 +150,9 @@ def parse_service(options: Mapping[str, object]) -> Service:
 
 
 def check_tenant(tenant: str, tenants: Container[str] | None) -> None:
-    """Raise `Refused` for a tenant that is not one of `tenants`, None being any: UNKNOWN_TENANT."""
+    """Raise `Refused` for a tenant that is not in `tenants`: UNKNOWN_TENANT. None accepts any tenant."""
     if tenants is not None and tenant not in tenants:
-        raise Refused(Refusal.UNKNOWN_TENANT, f"{tenant!r} is no tenant here; say which with tenant=...")
+        raise Refused(Refusal.UNKNOWN_TENANT, f"unknown tenant {tenant!r}; pass one of the engine's with tenant=...")
 
 
 def _name(fields: Mapping[str, object], name: str) -> str:
@@ -157,11 +160,11 @@ def _name(fields: Mapping[str, object], name: str) -> str:
     if not isinstance(value, str):
         wrong_type(name, "a name", value)
     if len(value) > NAME_CHARS_MAX:
-        _refuse_service(f"{name} has {len(value)} characters; there can be {NAME_CHARS_MAX}")
+        _refuse_service(f"{name} has {len(value)} characters; at most {NAME_CHARS_MAX} are allowed")
     try:
         value.encode()
     except UnicodeEncodeError:
-        _refuse_service(f"{name} {value!r} has a lone surrogate, which no encoding of text allows")
+        _refuse_service(f"{name} {value!r} has a lone surrogate, which cannot be encoded as UTF-8")
     return str(value)
 
 
@@ -176,7 +179,7 @@ def _seconds(fields: Mapping[str, object], name: str) -> float | None:
     except OverflowError:
         seconds = math.inf
     if not 0 < seconds < math.inf:
-        _refuse_service(f"{name} is {seconds}; a deadline must lie ahead")
+        _refuse_service(f"{name} is {seconds}; it must be positive and finite")
     return seconds
 
 
@@ -196,7 +199,7 @@ _SAMPLING_DEFAULTS: Final = msgspec.structs.asdict(Sampling())
 
 
 def parse_options(options: Mapping[str, object]) -> tuple[Sampling, Service]:
-    """Turn the options of a request, by name, into plain Python types; the vocabulary and the tenants are not known.
+    """Convert a request's options by name into plain Python types, without the vocabulary and the tenants.
 
     Raises `UnknownOption`, or `Refused`: WRONG_TYPE, BAD_SAMPLING, BAD_SERVICE, or TOKEN_OUT_OF_RANGE for a negative
     stop token.
@@ -218,15 +221,15 @@ def check_stop_tokens(sampling: Sampling, vocab_size: int) -> None:
 
 
 def parse_sampling(options: Mapping[str, object]) -> Sampling:
-    """Turn options by name, all of them `SAMPLING_OPTIONS`, into a sampling: plain types, its seed in 64 bits.
+    """Convert options, whose names are in `SAMPLING_OPTIONS`, into a sampling: plain types, its seed in 64 bits.
 
-    A stop may be one string or a list. Raises `Refused` as `parse_options`.
+    `stop` may be one string or a list. Raises `Refused` as `parse_options` does.
     """
     fields = {**_SAMPLING_DEFAULTS, **options}
     max_tokens = _integer(fields, "max_tokens", least=1)
     min_tokens = _integer(fields, "min_tokens", least=0)
     if min_tokens > max_tokens:
-        _refuse_sampling(f"min_tokens is {min_tokens}, more than max_tokens, which is {max_tokens}")
+        _refuse_sampling(f"min_tokens is {min_tokens}; it must be at most max_tokens, which is {max_tokens}")
     temperature = _real(fields, "temperature")
     if not (math.isfinite(temperature) and temperature >= 0):
         _refuse_sampling(f"temperature is {temperature}; it must be 0 (greedy) or a positive number")
@@ -269,7 +272,7 @@ def _real(fields: Mapping[str, object], name: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        _refuse_sampling(f"{name} is too large")
+        _refuse_sampling(f"{name} is too large for a float")
 
 
 def _seed(value: object) -> int | None:
@@ -286,7 +289,7 @@ def _stops(value: object) -> tuple[str, ...]:
     if not isinstance(stops, list | tuple):
         wrong_type("stop", "a string or a list of strings", value)
     if len(stops) > STOPS_MAX:
-        _refuse_sampling(f"stop has {len(stops)} strings; there can be {STOPS_MAX}")
+        _refuse_sampling(f"stop has {len(stops)} strings; at most {STOPS_MAX} are allowed")
     return tuple([_stop(index, stop) for index, stop in enumerate(stops)])
 
 
@@ -299,7 +302,7 @@ def _stop(index: int, stop: object) -> str:
     try:
         stop.encode()
     except UnicodeEncodeError:
-        _refuse_sampling(f"{name} has a lone surrogate, so it can never be found in text")
+        _refuse_sampling(f"{name} has a lone surrogate, which cannot occur in output text")
     return str(stop)
 
 
@@ -307,7 +310,7 @@ def _stop_token_ids(value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         wrong_type("stop_token_ids", "a list of token ids", value)
     if len(value) > STOP_TOKENS_MAX:
-        _refuse_sampling(f"stop_token_ids has {len(value)} ids; there can be {STOP_TOKENS_MAX}")
+        _refuse_sampling(f"stop_token_ids has {len(value)} ids; at most {STOP_TOKENS_MAX} are allowed")
     token_ids = tuple([_as_integer(f"stop_token_ids[{index}]", token_id) for index, token_id in enumerate(value)])
     for token_id in token_ids:
         if token_id < 0:

@@ -1,7 +1,8 @@
-"""Caches what transformers makes of a model folder's tokenizer, for starts without transformers' loader and torch.
+"""Cache the tokenizer that transformers builds from a model folder, so that later starts need no torch.
 
-Runs as a program: `python -m cuelight.actors.intake.tokenizer_cache SOURCE FOLDER`. Only transformers has the rule by
-which a folder names its tokenizer class, so the built tokenizer is cached rather than the folder's own files.
+Runs as a program: `python -m cuelight.actors.intake.tokenizer_cache SOURCE FOLDER`. transformers chooses the class that
+reads a folder, and the class may change the tokenizer, so its result is cached and the folder's files are not read
+directly.
 """
 
 from __future__ import annotations
@@ -22,43 +23,46 @@ CHATS = (
         (Turn("system", "be brief"), Turn("user", "two"), Turn("assistant", "ships "), Turn("user", "where?"))
     ),
 )
-"""Both forms of a tokenizer must agree on these before one is cached for the other."""
+"""Prompts that the original and the cached tokenizer must encode alike before the cached one is used."""
 
 
 class NotCacheable(Exception):
-    """The tokenizer must be loaded through transformers each time; the message says why."""
+    """The tokenizer must be loaded through transformers at each start. The message gives the reason."""
 
 
 def cache_tokenizer(source: Path, folder: Path) -> None:
-    """Write the tokenizer of the model in `source` to the existing `folder`. Raises NotKept, or what loading raises."""
+    """Write the tokenizer of the model in `source` to the existing `folder`.
+
+    Raises `NotCacheable`, or what loading raises.
+    """
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise NotCacheable(f"{type(tokenizer).__name__} is a tokenizer written in Python")
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
-        raise NotCacheable(f"{type(tokenizer).__name__} has a way of its own to write conversations down")
+        raise NotCacheable(f"{type(tokenizer).__name__} overrides apply_chat_template")
     original = PromptEncoder.of(tokenizer)
     try:
         tokenizer.backend_tokenizer.save(str(folder / TOKENIZER_FILE))
         template = None if tokenizer.chat_template is None else tokenizer.get_chat_template()
-    except Exception as error:  # parts written in Python cannot be saved; of several templates none may be the default
+    except Exception as error:  # parts in Python cannot be saved; several templates may lack a default
         raise NotCacheable(str(error)) from error
     chat = ChatTemplate(template, dict(tokenizer.special_tokens_map), bool(tokenizer.split_special_tokens))
     (folder / CHAT_FILE).write_bytes(msgspec.json.encode(chat))
     kept = PromptEncoder.load_cached(folder)
     for prompt in (*TEXTS, *CHATS):
         if _outcome(original, prompt) != _outcome(kept, prompt):
-            raise NotCacheable(f"what was kept reads {prompt!r} in another way")
+            raise NotCacheable(f"the cached tokenizer encodes {prompt!r} differently")
 
 
 def _outcome(encoder: PromptEncoder, prompt: str | Conversation) -> object:
     try:
         return encoder.encode(prompt, sys.maxsize)
-    except Exception as error:  # a template may refuse any conversation: then both must
+    except Exception as error:  # if the template refuses a conversation, both must give the same error
         return str(error)
 
 
 def main(arguments: list[str]) -> int:
-    """Keep the tokenizer of `SOURCE` in `FOLDER`, or write there why that is not possible."""
+    """Cache the tokenizer of `SOURCE` in `FOLDER`, or write the reason there if it cannot be cached."""
     source, folder = map(Path, arguments)
     try:
         cache_tokenizer(source, folder)

@@ -194,7 +194,7 @@ def test_a_reset_forgets_tables_and_prefixes_but_not_past_counts() -> None:
 
 
 def test_a_growth_without_a_table_is_our_bug() -> None:
-    with pytest.raises(AssertionError, match="request 5 grows and holds no table"):
+    with pytest.raises(AssertionError, match="request 5 grows but has no table"):
         Stage(4).reserve(growths=(Growth(RequestId(5), 4),))
 
 

@@ -251,7 +251,7 @@ def test_the_check_of_host_memory_finds_what_is_wrong() -> None:
     host = HostSlots(2)
     assert host.keep(b"a") == 0
     pinned = host.pin([b"a"])
-    with pytest.raises(AssertionError, match="hold one block each"):
+    with pytest.raises(AssertionError, match="lost or used twice"):
         host.check()
     host.unpin(pinned)
     host.check()

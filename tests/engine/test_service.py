@@ -98,7 +98,7 @@ def test_refusals(options: dict[str, object], refusal: Refusal, words: str) -> N
 def test_tenants_are_those_there_are() -> None:
     check_tenant("a", None)
     check_tenant("a", ("a", "b"))
-    with pytest.raises(Refused, match="'c' is no tenant here") as refused:
+    with pytest.raises(Refused, match="unknown tenant 'c'") as refused:
         check_tenant("c", ("a", "b"))
     assert refused.value.refusal is Refusal.UNKNOWN_TENANT
 

@@ -69,7 +69,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
     longest = max(map(len, byte_level().get_vocab()))
     assert len(encoder.encode("<start>" * 10, 10)) == 11, "one that might have fitted is encoded"
     for prompt in ("x" * (10 * longest + 1), Conversation((Turn("user", "x" * (10 * longest + 1)),))):
-        with pytest.raises(Refused, match="cannot fit the 10 tokens") as caught:
+        with pytest.raises(Refused, match="cannot fit in 10 tokens") as caught:
             encoder.encode(prompt, 10)
         assert caught.value.refusal is Refusal.PROMPT_TOO_LONG
 

@@ -165,7 +165,7 @@ REFUSED = [
     pytest.param("max_tokens", -(10**5000), BAD, "bits; it must be at least 1", id="huge"),
     ("max_tokens", 2**63, BAD, "below 2**63"),
     ("min_tokens", -1, BAD, "min_tokens is -1"),
-    ("min_tokens", 257, BAD, "min_tokens is 257, more than max_tokens, which is 256"),
+    ("min_tokens", 257, BAD, "min_tokens is 257; it must be at most max_tokens, which is 256"),
     ("temperature", "hot", WRONG_TYPE, "temperature must be a number"),
     ("temperature", False, WRONG_TYPE, "temperature must be a number"),
     ("temperature", 1j, WRONG_TYPE, "of type complex"),

@@ -176,7 +176,7 @@ async def kernel_api() -> None:
         assert wrong
         await ask(ref, Add, timeout_seconds=1)  # type: ignore[arg-type]  # has no return address
         await ask(ref, partial(Total), timeout_seconds=1)
-        await ask(ref, Total)  # type: ignore[call-arg]  # nobody waits for ever
+        await ask(ref, Total)  # type: ignore[call-arg]  # a timeout is required
         assert_type(system.statistics(), dict[str, MailboxStatistics])
         assert_type(system.spawn(ActorSpec(SUM, Sum)), Ref[SumMessage])
         system.dismiss(SUM, drop=True)
@@ -209,7 +209,7 @@ def a_cast(tell: Ref[Add]) -> System:
     part: ActorSpec[SumMessage] = ActorSpec(SUM, Sum, restart_policy, places[1])
     ActorSpec(SUM, Sum, placement="thread")  # type: ignore[arg-type]  # a Placement
     ActorSpec(SUM, lambda context: Adder())  # type: ignore[arg-type, return-value]  # takes less than its role promises
-    adder = ActorSpec(Role[Add]("adder", Add, capacity=1), Sum)  # one that takes more will do
+    adder = ActorSpec(Role[Add]("adder", Add, capacity=1), Sum)  # an actor may take more than its role
 
     def tap(event: Event) -> None:
         match event:

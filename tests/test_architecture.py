@@ -115,7 +115,7 @@ def floors(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def libraries(module: str, tree: ast.Module) -> Iterator[str]:
-    """Each heavy library has its place."""
+    """Allow each heavy library only in the modules that need it."""
     for name in imported(tree):
         library, _, member = name.partition(".")
         if library == "torch":
@@ -133,7 +133,7 @@ def libraries(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def time_and_chance(module: str, tree: ast.Module) -> Iterator[str]:
-    """Actors and kernel get their clock and their chance from outside; only the loop's clock knows the machine's."""
+    """Take clock and randomness from outside in actors and kernel; only the loop's clock reads the machine's."""
     if not within(module, "cuelight.actors", "cuelight.kernel"):
         return
     chance = {"random.Random"} if within(module, "cuelight.kernel") else set()
@@ -154,7 +154,7 @@ def time_and_chance(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def documented(module: str, tree: ast.Module) -> Iterator[str]:
-    """Every module with code, public class and public function says what it is."""
+    """Require a docstring of every module with code, public class and public function."""
     if tree.body and not ast.get_docstring(tree):
         yield f"{module} has no docstring"
     named = (node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
@@ -172,7 +172,7 @@ def short(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def handlers(module: str, tree: ast.Module) -> Iterator[str]:
-    """An actor's `handle` never awaits, and its match ends in `assert_never`, so that no message is forgotten."""
+    """Require that an actor's `handle` never awaits and that its match ends in `assert_never`."""
     for actor in ast.walk(tree):
         if not isinstance(actor, ast.ClassDef) or not any(ast.unparse(b).startswith("Actor[") for b in actor.bases):
             continue
@@ -199,7 +199,7 @@ def test_the_package_keeps(rule: Rule) -> None:
 
 
 def check(found: Mapping[str, str], known: Set[str]) -> None:
-    """Fail on violations that are not known, with what is found of each, and on known ones that are gone."""
+    """Fail on violations that are not known, naming each, and on known ones that no longer occur."""
     new = sorted({found[name] for name in found.keys() - known})
     assert new == []
     gone = sorted(known - found.keys())
@@ -207,7 +207,7 @@ def check(found: Mapping[str, str], known: Set[str]) -> None:
 
 
 def described(circles: list[list[str]]) -> dict[str, str]:
-    """The circle that each member is in."""
+    """The circle of each member."""
     return {member: f"circle: {' - '.join(circle)}" for circle in circles for member in circle}
 
 

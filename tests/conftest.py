@@ -18,7 +18,7 @@ from cuelight.models.store import DEFAULT_MODEL, model_path
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKERS_MAX = 8
 WORKER_BYTES = 2 << 30
-"""Memory that one worker may take, with the processes it starts."""
+"""Memory that one worker and its processes may take."""
 
 
 def _cores() -> int:

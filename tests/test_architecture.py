@@ -1,6 +1,6 @@
 """The folders are the architecture: allowed imports, public names, and how large functions and files may be.
 
-The rules are functions from source text to complaints, so that a planted offence can show that each of them bites.
+The rules are functions from source text to complaints, so that a planted violation shows that each rule works.
 Circles, floors and names are those of the package as it is installed; `benchmarks/structure/` reads them.
 """
 
@@ -42,12 +42,12 @@ LEVELS = (
     ),
     ("kernel.placement", "kernel.journal", "kernel.simulation"),
 )
-"""Modules and packages below `cuelight`, lowest first: each may import those before it, and none after it."""
+"""Modules and packages below `cuelight`, lowest first: each may import the earlier ones only."""
 
 ABOVE_PLACEMENT = ("cuelight.kernel", "cuelight.kernel.child", "cuelight.kernel.driver", "cuelight.kernel.system")
 """The modules of the kernel itself that may import its packages."""
 
-# Violations that there still are, one set for each rule. An entry that is no longer needed fails the test, too.
+# Known violations, one set for each rule. An entry that is no longer needed fails the test, too.
 KNOWN_IN_CIRCLES: Set[str] = set()
 KNOWN_PACKAGES_IN_CIRCLES: Set[str] = set()
 KNOWN_COMPONENTS_IN_CIRCLES: Set[str] = set()
@@ -62,7 +62,7 @@ KNOWN_LONG_FILES: Set[str] = {
 
 TOKENIZERS = ("cuelight.actors.intake", "cuelight.actors.detokenizer")
 CONVERTER = "cuelight.actors.executor.model.gguf"
-"""The converter makes tokenizers out of the contents of a GGUF file. The store runs it as a program."""
+"""The GGUF converter, which makes tokenizers, too. The store runs it as a program."""
 
 Rule = Callable[[str, ast.Module], Iterator[str]]
 
@@ -83,7 +83,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def layers(module: str, tree: ast.Module) -> Iterator[str]:
-    """messages and kernel know themselves, the kernel also the log; an actor knows both and itself; the root all."""
+    """messages and kernel import themselves, the kernel also the log; an actor both and itself; the root all."""
     if within(module, "cuelight.messages"):
         allowed = ["cuelight.messages"]
     elif within(module, "cuelight.kernel"):
@@ -348,7 +348,7 @@ def test_the_public_names_are_these() -> None:
 
 
 HEAVY = {"torch", "transformers", "tokenizers", "huggingface_hub", "gguf", "structlog"}
-"""Not to be loaded by an import, which each child process of ours does too."""
+"""Libraries that `import cuelight` must not load: each child process imports it, too."""
 
 
 @pytest.mark.parametrize(

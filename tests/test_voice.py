@@ -21,7 +21,7 @@ DONE = [
     "tests/benchmarks/test_structure.py",
     "tests/test_voice.py",
 ]
-"""Folders, and files, that are free of markers, each with all below it."""
+"""Folders and files without markers, each with everything below it."""
 
 
 def marked(place: str) -> list[str]:

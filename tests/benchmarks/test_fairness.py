@@ -1,6 +1,6 @@
 """The fair policy's bound: beside a flood, a tenant waits little longer than alone on half the machine.
 
-In virtual time, and drawn from seeds: nothing here depends on the machine. The runs are the benchmark's.
+Runs are those of the benchmark, in virtual time and from seeds: nothing here depends on the machine.
 """
 
 from __future__ import annotations

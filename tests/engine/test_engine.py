@@ -37,10 +37,10 @@ from cuelight.stream import Inbox
 from cuelight.testing import END_TOKEN, crash, decode, encode, next_letter, stub_engine
 
 NET_SECONDS = 240.0
-"""A safety net around everything that waits; no test measures by it."""
+"""Timeout around everything that waits; no test measures by it."""
 
 ENDLESS = 4000
-"""More tokens than any test here waits for."""
+"""More tokens than any test here reads."""
 
 
 class Gate:
@@ -874,7 +874,7 @@ def children() -> set[str]:
 
 
 def traces() -> dict[str, object]:
-    """Threads, tasks and files that an engine must not leave behind in its process and loop."""
+    """State of the process and the loop that an engine must leave unchanged."""
     return {
         "threads": {thread.ident for thread in threading.enumerate()},
         "tasks": asyncio.all_tasks(),
@@ -1086,7 +1086,9 @@ async def test_loop_runs_other_tasks_while_many_prompts_are_parsed(monkeypatch: 
             events.append("turn")
         assert events.count("read") == len(prompts)
         assert all(pair != ("read", "read") for pair in itertools.pairwise(events))
-        assert [result.token_ids for result in await many] == [expected_tokens(p, 2) for p in prompts], "it had begun"
+        assert [result.token_ids for result in await many] == [expected_tokens(p, 2) for p in prompts], (
+            "begun before the drain"
+        )
         assert await drain == 0
 
 

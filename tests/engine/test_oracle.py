@@ -46,7 +46,7 @@ class Reference:
         self.model.generation_config.eos_token_id = None
         self._greedy: dict[tuple[int, ...], list[int]] = {}
         self._right: set[tuple[tuple[int, ...], tuple[int, ...], Sampling]] = set()
-        """Prompts with outputs that were found to be right, so that the other decoder may say the same for nothing."""
+        """Outputs found to be right, with prompt and sampling: the other decoder's equal outputs need no check."""
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """Return the next `count` tokens, end tokens included."""
@@ -193,7 +193,7 @@ async def at_rest(engine: Engine) -> None:
     for _ in range(100):
         if not engine.stats().running and engine.stats().blocks_free == engine.stats().blocks_total:
             return
-        # Each explain() takes a step and more, so this is no busy wait.
+        # Each generate() takes a step or more, so this is no busy wait.
         await engine.generate([1], max_tokens=1)
     raise AssertionError("blocks are lost")
 
@@ -383,7 +383,7 @@ async def test_requests_end_where_their_tokens_say(engine: Engine, reference: Re
     prompt = reference.chat_ids([{"role": "user", "content": QUESTION}])
     tokens = reference.greedy(prompt, 16)
     end = tokens.index(EOS)
-    assert 1 <= end < 12, "explain() must answer within the limit"
+    assert 1 <= end < 12, "the answer to QUESTION must end within the limit"
 
     plain, beyond, least = await asyncio.gather(
         engine.generate(prompt, max_tokens=16),

@@ -29,7 +29,7 @@ from cuelight.kernel import System
 from cuelight.testing import crash, decode, encode, next_letter, stub_engine, stub_parts
 
 NET_SECONDS = 120.0
-"""A safety net around everything that waits; no test measures by it."""
+"""Timeout around everything that waits; no test measures by it."""
 
 TOKENS = 60
 
@@ -82,7 +82,7 @@ def no_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def only_own_children() -> Iterator[None]:
     """Leave out processes that were there before, such as the resource tracker of `multiprocessing`."""
-    gc.collect()  # children of earlier tests must not end within this one
+    gc.collect()  # garbage of earlier tests must not be collected within this one
     OTHERS.update(_all_children())
     yield
     OTHERS.clear()
@@ -189,7 +189,7 @@ async def test_process_killed_repeatedly_loses_no_token(folder: Path) -> None:
         streams = submitted(engine)
         for death in range(1, 4):
             await until(lambda: any(stream.inbox.token_ids for stream in streams.values()))
-            with suppress(ProcessLookupError):  # requested and not yet there
+            with suppress(ProcessLookupError):  # killed already, and its successor has not started
                 os.kill(executors.lives(folder)[-1], signal.SIGKILL)
             await until(lambda death=death: engine.health().restarts.get("executor", 0) >= death)
             await until(lambda death=death: len(executors.lives(folder)) > death)
@@ -218,7 +218,7 @@ async def test_process_that_dies_at_the_start_is_replaced(folder: Path) -> None:
     async with asyncio.timeout(NET_SECONDS):
         starting = asyncio.create_task(engine.start())
         await until(lambda: len(executors.lives(folder)) == 1)
-        assert engine.health().restarts == {"executor": 1}, "the first process has sent nothing"
+        assert engine.health().restarts == {"executor": 1}, "the first process died before its first message"
         assert not (folder / "die at birth").exists()
         os.kill(executors.lives(folder)[0], signal.SIGKILL)
         await until(lambda: len(executors.lives(folder)) == 2)

@@ -279,7 +279,7 @@ def test_only_the_same_message_of_a_request_twice_in_a_row_is_at_fault() -> None
     assert faults.at_fault(crashed("intake", None)) is None
     assert faults.at_fault(crashed("intake", submit(2))) is None
     assert faults.at_fault(crashed("intake", submit(2))) == 2
-    assert faults.at_fault(crashed("intake", submit(2))) is None, "counting restarts"
+    assert faults.at_fault(crashed("intake", submit(2))) is None, "counting starts anew"
 
 
 def test_message_about_several_requests_attributes_no_fault() -> None:

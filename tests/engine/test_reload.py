@@ -32,7 +32,7 @@ CAPITALS = "_ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class Models:
-    """Stand-ins for models: the first one waits at a gate, the others are loaded as each test says."""
+    """Stand-ins for models: the first one waits at a gate, the others load as each test decides."""
 
     def __init__(self) -> None:
         self.gate = Gate()

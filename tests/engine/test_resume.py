@@ -76,7 +76,7 @@ async def test_streams_continue_at_their_position(journal: Path) -> None:
         assert engine.unclaimed == ()
         await until(lambda: at_rest(engine))
         new = engine.stream("new", max_tokens=2)
-        assert new.request_id > streams[-1].request_id + 1, "the last turn may have streamed one more"
+        assert new.request_id > streams[-1].request_id + 1, "one more id may have been assigned in the last turn"
         assert (await new.result()).token_ids == expected_tokens("new", 2)
 
 
@@ -559,7 +559,7 @@ async def test_other_model_may_resume_where_no_request_is_left(journal: Path) ->
 
 
 @pytest.mark.parametrize("running", ["finish", "recompute"])
-async def test_reload_without_resume_keeps_the_journal_readable(journal: Path, running: str) -> None:
+async def test_journal_without_resume_names_the_model_across_a_reload(journal: Path, running: str) -> None:
     models = {"other": capitals}
     async with asyncio.timeout(NET_SECONDS), stub_engine(models=models, journal=journal) as engine:
         stream = engine.stream("a request", max_tokens=4000)

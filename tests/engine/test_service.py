@@ -204,7 +204,7 @@ async def test_deadlines_and_explanations_of_an_engine() -> None:
         assert isinstance(expired.value, errors.RequestFailed)
         with pytest.raises(errors.DeadlineExceeded, match="deadline"):
             async for _ in late:
-                raise AssertionError("nothing comes")
+                raise AssertionError("a chunk was sent")
         assert (await engine.explain(late.request_id)).state == "expired"
         assert (await engine.explain(running.request_id)).state == "running"
         assert (await engine.explain(10_000)).state == "unknown"

@@ -29,7 +29,7 @@ SPLIT: dict[str, Case] = {
     "capped": Case(((130, 1), (65, 5)), softcap=2.0, groups=5),
     "bfloat16": Case(((130, 1), (65, 5)), dtype=torch.bfloat16, head_dim=64, block_size=16),
 }
-"""With spans of 64 or 128 these are divided."""
+"""Steps whose keys are divided with spans of 64 or 128."""
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_models_give_the_tokens_of_transformers(family: str, interpreted: Triton
 
 
 FAST_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
-"""Bytes a program may have, by compute capability."""
+"""Bytes of shared memory that a program may use, by compute capability."""
 
 
 @pytest.mark.parametrize(

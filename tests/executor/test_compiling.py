@@ -1,6 +1,6 @@
 """Layers compiled by torch: equal results, shared code for all layers of a kind and all sizes, and failures.
 
-Most tests stop where torch has traced a layer, and run what it found as it is: generating code for it takes a while.
+Most tests run the graph that torch traced of a layer as it is: generating code for it takes a while.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedConfig], int]] = {
         2,
     ),
 }
-"""With how many kinds of layers each has."""
+"""Model configurations, each with its number of kinds of layers."""
 
 
 @pytest.fixture(autouse=True)

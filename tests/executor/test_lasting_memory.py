@@ -73,7 +73,7 @@ def test_next_executor_finds_the_contents_and_measures_nothing(memory: HostMemor
     assert second is not None
     assert second.has_survived
     assert bytes(second.data[:4]) == b"abc\0"
-    assert second.tier(3, lambda: pytest.fail("it would be spoilt")) == measured
+    assert second.tier(3, lambda: pytest.fail("measuring would overwrite the blocks")) == measured
 
 
 def test_other_contents_have_another_number(memory: HostMemoryFile) -> None:

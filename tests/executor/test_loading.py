@@ -46,7 +46,7 @@ INT8: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 TOLERANCE = 0.1
-"""How far int8 may be from float32 in the size of all logits together, with weights that are random."""
+"""Largest relative difference of int8 and float32 logits (norms over all of them), with random weights."""
 
 
 @pytest.fixture

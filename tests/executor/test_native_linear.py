@@ -299,8 +299,8 @@ def test_half_precision_weights_pack_as_their_values(kernels: LinearKernels, kin
 
 
 def test_quantized_weights_are_close_to_the_weights(kernels: LinearKernels) -> None:
-    """int8: half a step of a row. int4: on average less than evenly spaced codes from the least to the greatest, and
-    never a step of a group."""
+    """int8 errs by at most half a step of a row; int4 by less than a step of a group, and on average by less than codes
+    spaced evenly from the least to the greatest weight."""
     weights, x = normal(1, 40, 64), np.eye(64, dtype=np.float32)
     int8 = kernels.linear(kernels.pack(weights, WeightFormat.INT8), x).T
     assert (np.abs(int8 - weights) <= np.abs(weights).max(axis=1, keepdims=True) / 127 * 0.51).all()

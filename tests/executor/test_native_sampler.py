@@ -23,10 +23,10 @@ Ints = npt.NDArray[np.int64]
 
 
 NEAR = 1e-6
-"""Weights in float32 may move the end of what `top_p` keeps by so much of the whole."""
+"""Fraction of the total weight by which float32 weights may move the cut of `top_p`."""
 
 DISTANCE = 4e-5
-"""Between the logits of one token when it is decoded and when it is computed again with others."""
+"""Standard deviation between the logits of a token decoded and recomputed in another batch."""
 
 INFINITY = float("inf")
 

@@ -307,7 +307,7 @@ def test_rule_reject_impossible_requests_that_never_fit_are_refused(
 def test_far_too_many_token_ids_are_refused_before_validation() -> None:
     class Untouched(tuple):  # type: ignore[type-arg]
         def __iter__(self) -> Iterator[object]:
-            raise AssertionError("the ids are looked at")
+            raise AssertionError("the ids were read")
 
     (answer,) = Stage().submit(1, Untouched((1,) * 1000)).take()
     assert isinstance(answer, Rejected)

@@ -478,7 +478,7 @@ def test_progress_is_silent_unless_requested(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.model
-def test_tokenizer_of_the_default_model_is_the_trained_one(model_folder: Path) -> None:
+def test_tokenizer_of_the_default_model_splits_digits_and_round_trips(model_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     assert tokenizer.tokenize("2026") == ["2", "0", "2", "6"]
     assert tokenizer.eos_token_id == 2

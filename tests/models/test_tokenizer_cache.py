@@ -208,7 +208,7 @@ def test_transformers_loads_a_tokenizer_that_is_not_cached(
 
 def test_nothing_is_cached_if_torch_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_tokenizer, "_has_torch", lambda: True)
-    monkeypatch.setattr(kept_tokenizer, "_keep", lambda *_: pytest.fail("in vain"))
+    monkeypatch.setattr(kept_tokenizer, "_keep", lambda *_: pytest.fail("cached though torch is loaded"))
     kept_tokenizer.load_tokenizer(folder)
 
 

@@ -193,7 +193,7 @@ RULES: tuple[Rule, ...] = (layers, libraries, time_and_chance, documented, short
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_package_keeps(rule: Rule) -> None:
+def test_package_keeps_the_rule(rule: Rule) -> None:
     complaints = [complaint for module in MODULES.values() for complaint in rule(module.name, module.tree)]
     assert not complaints, "\n".join(complaints)
 
@@ -221,19 +221,19 @@ def test_known_violations_are_exact(found: dict[str, str], known: set[str]) -> N
 IMPORTS = imports.imports(MODULES)
 
 
-def test_modules_import_one_another_in_no_circle() -> None:
+def test_modules_have_no_import_cycles() -> None:
     """Imports at the module's level, inside a function and for type checkers only all count."""
     graph = imports.graph((found.importer, found.imported) for found in IMPORTS)
     check(described(imports.circles(graph)), KNOWN_IN_CIRCLES)
 
 
-def test_packages_import_one_another_in_no_circle() -> None:
+def test_packages_have_no_import_cycles() -> None:
     unit = {name: imports.unit(name, MODULES) for name in MODULES}
     graph = imports.graph((unit[found.importer], unit[found.imported]) for found in IMPORTS)
     check(described(imports.circles(graph)), KNOWN_PACKAGES_IN_CIRCLES)
 
 
-def test_components_in_cpp_include_one_another_in_no_circle() -> None:
+def test_cpp_components_have_no_include_cycles() -> None:
     check(described(imports.circles(imports.includes(ROOT))), KNOWN_COMPONENTS_IN_CIRCLES)
 
 
@@ -242,7 +242,7 @@ def test_packages_import_only_lower_levels() -> None:
     check(complaints, KNOWN_FLOORS)
 
 
-def test_the_levels_name_modules_of_the_package() -> None:
+def test_levels_name_modules_of_the_package() -> None:
     """An entry that names no module would allow everything. Holds once `cuelight.core` is a package."""
     if "cuelight.core" in MODULES:
         assert [name for names in LEVELS for name in names if f"cuelight.{name}" not in MODULES] == []
@@ -305,18 +305,18 @@ ACTOR = "class A(Actor[int]):\n"
         (handlers, "cuelight.actors.cache.actor", ACTOR + "    def handle(self, m): print(m)"),
     ],
 )
-def test_the_rule_catches(rule: Rule, module: str, text: str) -> None:
+def test_rule_catches_a_violation(rule: Rule, module: str, text: str) -> None:
     assert list(rule(module, ast.parse(text)))
 
 
-def test_the_examples_are_short_and_documented() -> None:
+def test_examples_are_short_and_documented() -> None:
     for path in sorted((ROOT / "examples").glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert ast.get_docstring(tree), f"{path.name} has no docstring"
         assert not list(short(path.name, tree))
 
 
-def test_the_top_level_holds_nothing_else() -> None:
+def test_top_level_holds_nothing_else() -> None:
     ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").split()]
     names = {path.name for path in ROOT.iterdir()}
     assert {name for name in names - TOP_LEVEL if not any(fnmatch(name, pattern) for pattern in ignored)} == set()
@@ -338,7 +338,7 @@ def test_every_module_can_be_imported(module: str) -> None:
     importlib.import_module(module)
 
 
-def test_the_public_names_are_these() -> None:
+def test_public_names_are_exact() -> None:
     names = ["Chat", "Chunk", "Engine", "EngineError", "EngineStats", "Health", "Result", "Stream", "model_path"]
     assert sorted(cuelight.__all__) == names
     assert set(names) <= set(dir(cuelight))

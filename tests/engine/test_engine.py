@@ -90,7 +90,7 @@ async def gated(**options: Unpack[EngineOptions]) -> AsyncIterator[tuple[Engine,
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(NET_SECONDS):
-        while not condition():  # noqa: ASYNC110  # what it waits for is any state, not an event
+        while not condition():  # noqa: ASYNC110  # waits for a state
             await asyncio.sleep(0)
 
 

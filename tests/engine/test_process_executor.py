@@ -43,7 +43,7 @@ def expected(prompt: str, count: int = TOKENS) -> str:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(NET_SECONDS):
-        while not condition():  # noqa: ASYNC110  # what it waits for is any state, not an event
+        while not condition():  # noqa: ASYNC110  # waits for a state
             await asyncio.sleep(0.002)
 
 
@@ -375,7 +375,7 @@ async def test_cancelled_start_leaves_nothing_behind(
     starting = asyncio.create_task(engine.start())
     if moment == "its actors begin":
         async with asyncio.timeout(NET_SECONDS):
-            while engine.system is None or not has_host(engine.system):  # noqa: ASYNC110  # it is no event
+            while engine.system is None or not has_host(engine.system):  # noqa: ASYNC110  # waits for a state
                 await asyncio.sleep(0)  # that moment is one turn of the loop
     else:
         await until(lambda: engine.health().phase == "loading the model: read weights")
@@ -431,7 +431,7 @@ asyncio.run(main())
 async def test_process_needs_no_output_and_dies_with_the_program(folder: Path) -> None:
     program = [sys.executable, "-c", SCRIPT, str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(program, env=environment) as parent:  # noqa: ASYNC220  # it begins at once
+    with subprocess.Popen(program, env=environment) as parent:  # noqa: ASYNC220  # the child must start at once
         await until((folder / "ready").exists)
         child = os.pidfd_open(executors.lives(folder)[0])
         parent.kill()

@@ -599,7 +599,7 @@ async def test_spawning_and_dismissing_are_replayed(tmp_path: Path) -> None:
                 system.find(DICE).tell(Roll(number, client))
                 await client.done.get()
                 system.find(DICE).tell(Break())
-                while "child" in system.statistics():  # noqa: ASYNC110  # any turn may be the one
+                while "child" in system.statistics():  # noqa: ASYNC110  # waits for a state
                     await asyncio.sleep(0)
     assert again(path, mute(Parent)) == Replay(handled=6, compared=3, lives=1)
 

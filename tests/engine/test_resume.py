@@ -597,7 +597,7 @@ async def test_cancelled_start_leaves_no_journal_open(journal: Path, monkeypatch
     begun, may_go_on = threading.Event(), threading.Event()
 
     def slow(*arguments: object) -> object:
-        made = rotating.open_journal(*arguments)  # type: ignore[arg-type]  # as it was called
+        made = rotating.open_journal(*arguments)  # type: ignore[arg-type]  # passed through
         begun.set()
         assert may_go_on.wait(NET_SECONDS)
         return made

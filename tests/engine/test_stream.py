@@ -202,7 +202,7 @@ class CheckedPipeline(Pipeline):
             self.checked.advance()
         super().go_on()
 
-    def finish(self, result):  # type: ignore[no-untyped-def]  # as the base
+    def finish(self, result):  # type: ignore[no-untyped-def]  # as in the base class
         with self.checked.waiting():
             return super().finish(result)
 

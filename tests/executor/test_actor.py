@@ -348,7 +348,7 @@ class Later(Generic[M]):
         self._device.catch_up(self)
         if self._error is not None:
             raise self._error
-        return self._result  # type: ignore[return-value]  # there is one now
+        return self._result  # type: ignore[return-value]  # set by the work
 
 
 class LateCopier(Copier):
@@ -366,7 +366,7 @@ class LateCopier(Copier):
             count -= 1
             self.line.pop(0).do()
 
-    def copy(self, copies: BlockCopies) -> Later[None]:  # type: ignore[override]  # the base answers at once
+    def copy(self, copies: BlockCopies) -> Later[None]:  # type: ignore[override]  # the base class answers at once
         self.catch_up()
         return Later(self, lambda: Copier.copy(self, copies))
 

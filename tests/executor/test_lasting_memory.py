@@ -334,7 +334,7 @@ async def test_host_memory_is_loaded_after_an_executors_death(folder: Path, exec
             saved = engine.stats()
             assert saved.blocks_saved > 10
             stream = engine.stream(PROMPTS[0], max_tokens=TOKENS, ignore_eos=True)
-            while not stream.inbox.token_ids:  # noqa: ASYNC110  # it waits for a state
+            while not stream.inbox.token_ids:  # noqa: ASYNC110  # waits for a state
                 await asyncio.sleep(0)
             loaded = engine.stats().blocks_loaded
             crash(engine, "executor")

@@ -311,7 +311,7 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # as torch's
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # as in torch
         assert not waits(function, args), f"the host waits for {function}"
         self.names.append(function.overloadpacket.__name__)
         return function(*args, **(kwargs or {}))
@@ -351,7 +351,7 @@ class Made(TorchDispatchMode):
     def bytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # as torch's
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # as in torch
         result = function(*args, **(kwargs or {}))
         for each in tree_flatten(result)[0]:
             if isinstance(each, torch.Tensor):

@@ -396,7 +396,7 @@ def test_other_names_are_refused_with_the_valid_forms(name: str) -> None:
 
 
 def test_wrong_type_is_refused_with_the_valid_forms() -> None:
-    assert "not by int" in refusal(7)  # type: ignore[arg-type]  # what an untyped caller may pass
+    assert "not by int" in refusal(7)  # type: ignore[arg-type]  # an untyped caller may pass it
 
 
 def test_other_file_is_refused(tmp_path: Path) -> None:

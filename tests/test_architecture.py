@@ -305,7 +305,7 @@ ACTOR = "class A(Actor[int]):\n"
         (handlers, "cuelight.actors.cache.actor", ACTOR + "    def handle(self, m): print(m)"),
     ],
 )
-def test_rule_catches_a_violation(rule: Rule, module: str, text: str) -> None:
+def test_each_rule_catches_its_violation(rule: Rule, module: str, text: str) -> None:
     assert list(rule(module, ast.parse(text)))
 
 

@@ -1,6 +1,6 @@
 """The folders are the architecture: allowed imports, public names, and how large functions and files may be.
 
-The rules are functions from source text to complaints, so that a planted offence can show that each of them bites.
+The rules are functions from source text to complaints, so that a planted violation shows that each rule works.
 Circles, floors and names are those of the package as it is installed; `benchmarks/structure/` reads them.
 """
 
@@ -42,12 +42,12 @@ LEVELS = (
     ),
     ("kernel.placement", "kernel.journal", "kernel.simulation"),
 )
-"""Modules and packages below `cuelight`, lowest first: each may import those before it, and none after it."""
+"""Modules and packages below `cuelight`, lowest first: each may import the earlier ones only."""
 
 ABOVE_PLACEMENT = ("cuelight.kernel", "cuelight.kernel.child", "cuelight.kernel.driver", "cuelight.kernel.system")
 """The modules of the kernel itself that may import its packages."""
 
-# Violations that there still are, one set for each rule. An entry that is no longer needed fails the test, too.
+# Known violations, one set for each rule. An entry that is no longer needed fails the test, too.
 KNOWN_IN_CIRCLES: Set[str] = set()
 KNOWN_PACKAGES_IN_CIRCLES: Set[str] = set()
 KNOWN_COMPONENTS_IN_CIRCLES: Set[str] = set()
@@ -62,7 +62,7 @@ KNOWN_LONG_FILES: Set[str] = {
 
 TOKENIZERS = ("cuelight.actors.intake", "cuelight.actors.detokenizer")
 CONVERTER = "cuelight.actors.executor.model.gguf"
-"""The converter makes tokenizers out of the contents of a GGUF file. The store runs it as a program."""
+"""The GGUF converter, which makes tokenizers, too. The store runs it as a program."""
 
 Rule = Callable[[str, ast.Module], Iterator[str]]
 
@@ -83,7 +83,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def layers(module: str, tree: ast.Module) -> Iterator[str]:
-    """messages and kernel know themselves, the kernel also the log; an actor knows both and itself; the root all."""
+    """messages and kernel import themselves, the kernel also the log; an actor both and itself; the root all."""
     if within(module, "cuelight.messages"):
         allowed = ["cuelight.messages"]
     elif within(module, "cuelight.kernel"):
@@ -115,7 +115,7 @@ def floors(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def libraries(module: str, tree: ast.Module) -> Iterator[str]:
-    """Each heavy library has its place."""
+    """Allow each heavy library only in the modules that need it."""
     for name in imported(tree):
         library, _, member = name.partition(".")
         if library == "torch":
@@ -133,7 +133,7 @@ def libraries(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def time_and_chance(module: str, tree: ast.Module) -> Iterator[str]:
-    """Actors and kernel get their clock and their chance from outside; only the loop's clock knows the machine's."""
+    """Take clock and randomness from outside in actors and kernel; only the loop's clock reads the machine's."""
     if not within(module, "cuelight.actors", "cuelight.kernel"):
         return
     chance = {"random.Random"} if within(module, "cuelight.kernel") else set()
@@ -154,7 +154,7 @@ def time_and_chance(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def documented(module: str, tree: ast.Module) -> Iterator[str]:
-    """Every module with code, public class and public function says what it is."""
+    """Require a docstring of every module with code, public class and public function."""
     if tree.body and not ast.get_docstring(tree):
         yield f"{module} has no docstring"
     named = (node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
@@ -172,7 +172,7 @@ def short(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def handlers(module: str, tree: ast.Module) -> Iterator[str]:
-    """An actor's `handle` never awaits, and its match ends in `assert_never`, so that no message is forgotten."""
+    """Require that an actor's `handle` never awaits and that its match ends in `assert_never`."""
     for actor in ast.walk(tree):
         if not isinstance(actor, ast.ClassDef) or not any(ast.unparse(b).startswith("Actor[") for b in actor.bases):
             continue
@@ -193,13 +193,13 @@ RULES: tuple[Rule, ...] = (layers, libraries, time_and_chance, documented, short
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_package_keeps(rule: Rule) -> None:
+def test_package_keeps_the_rule(rule: Rule) -> None:
     complaints = [complaint for module in MODULES.values() for complaint in rule(module.name, module.tree)]
     assert not complaints, "\n".join(complaints)
 
 
 def check(found: Mapping[str, str], known: Set[str]) -> None:
-    """Fail on violations that are not known, with what is found of each, and on known ones that are gone."""
+    """Fail on violations that are not known, naming each, and on known ones that no longer occur."""
     new = sorted({found[name] for name in found.keys() - known})
     assert new == []
     gone = sorted(known - found.keys())
@@ -207,7 +207,7 @@ def check(found: Mapping[str, str], known: Set[str]) -> None:
 
 
 def described(circles: list[list[str]]) -> dict[str, str]:
-    """The circle that each member is in."""
+    """The circle of each member."""
     return {member: f"circle: {' - '.join(circle)}" for circle in circles for member in circle}
 
 
@@ -221,19 +221,19 @@ def test_known_violations_are_exact(found: dict[str, str], known: set[str]) -> N
 IMPORTS = imports.imports(MODULES)
 
 
-def test_modules_import_one_another_in_no_circle() -> None:
+def test_modules_have_no_import_cycles() -> None:
     """Imports at the module's level, inside a function and for type checkers only all count."""
     graph = imports.graph((found.importer, found.imported) for found in IMPORTS)
     check(described(imports.circles(graph)), KNOWN_IN_CIRCLES)
 
 
-def test_packages_import_one_another_in_no_circle() -> None:
+def test_packages_have_no_import_cycles() -> None:
     unit = {name: imports.unit(name, MODULES) for name in MODULES}
     graph = imports.graph((unit[found.importer], unit[found.imported]) for found in IMPORTS)
     check(described(imports.circles(graph)), KNOWN_PACKAGES_IN_CIRCLES)
 
 
-def test_components_in_cpp_include_one_another_in_no_circle() -> None:
+def test_cpp_components_have_no_include_cycles() -> None:
     check(described(imports.circles(imports.includes(ROOT))), KNOWN_COMPONENTS_IN_CIRCLES)
 
 
@@ -242,7 +242,7 @@ def test_packages_import_only_lower_levels() -> None:
     check(complaints, KNOWN_FLOORS)
 
 
-def test_the_levels_name_modules_of_the_package() -> None:
+def test_levels_name_modules_of_the_package() -> None:
     """An entry that names no module would allow everything. Holds once `cuelight.core` is a package."""
     if "cuelight.core" in MODULES:
         assert [name for names in LEVELS for name in names if f"cuelight.{name}" not in MODULES] == []
@@ -305,18 +305,18 @@ ACTOR = "class A(Actor[int]):\n"
         (handlers, "cuelight.actors.cache.actor", ACTOR + "    def handle(self, m): print(m)"),
     ],
 )
-def test_the_rule_catches(rule: Rule, module: str, text: str) -> None:
+def test_each_rule_catches_its_violation(rule: Rule, module: str, text: str) -> None:
     assert list(rule(module, ast.parse(text)))
 
 
-def test_the_examples_are_short_and_documented() -> None:
+def test_examples_are_short_and_documented() -> None:
     for path in sorted((ROOT / "examples").glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert ast.get_docstring(tree), f"{path.name} has no docstring"
         assert not list(short(path.name, tree))
 
 
-def test_the_top_level_holds_nothing_else() -> None:
+def test_top_level_holds_nothing_else() -> None:
     ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").split()]
     names = {path.name for path in ROOT.iterdir()}
     assert {name for name in names - TOP_LEVEL if not any(fnmatch(name, pattern) for pattern in ignored)} == set()
@@ -338,7 +338,7 @@ def test_every_module_can_be_imported(module: str) -> None:
     importlib.import_module(module)
 
 
-def test_the_public_names_are_these() -> None:
+def test_public_names_are_exact() -> None:
     names = ["Chat", "Chunk", "Engine", "EngineError", "EngineStats", "Health", "Result", "Stream", "model_path"]
     assert sorted(cuelight.__all__) == names
     assert set(names) <= set(dir(cuelight))
@@ -348,7 +348,7 @@ def test_the_public_names_are_these() -> None:
 
 
 HEAVY = {"torch", "transformers", "tokenizers", "huggingface_hub", "gguf", "structlog"}
-"""Not to be loaded by an import, which each child process of ours does too."""
+"""Libraries that `import cuelight` must not load: each child process imports it, too."""
 
 
 @pytest.mark.parametrize(

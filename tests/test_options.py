@@ -44,7 +44,7 @@ def test_every_class_has_a_table_in_the_documentation() -> None:
         ("seats: int = 3\n    rows: int = 2\n    'Rows.'", "EngineConfig.seats needs"),
     ],
 )
-def test_an_option_without_default_or_meaning_is_an_error(
+def test_option_without_default_or_meaning_is_an_error(
     field: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runtime").mkdir()
@@ -54,7 +54,7 @@ def test_an_option_without_default_or_meaning_is_an_error(
         list(write_options.options("EngineConfig"))
 
 
-def test_a_table_is_written_between_its_marks(tmp_path: Path) -> None:
+def test_table_is_written_between_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Before.\n<!-- [[options Service]] -->\nold\n<!-- [[end]] -->\nAfter.\n", encoding="utf-8")
     text = write_options.derived(page)

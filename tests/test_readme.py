@@ -32,7 +32,7 @@ README = PAGES["README.md"]
 
 
 def blocks() -> Iterator[tuple[str, CodeType]]:
-    """Each Python block, as text and compiled so that a traceback names the page's own lines."""
+    """Each Python block as text and as code, compiled so that a traceback names the page's own lines."""
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     for name, page in PAGES.items():
         for match in re.finditer(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
@@ -52,7 +52,7 @@ def logging_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def small_models(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Built-in models are small ones that speak in the tokens of the default model: the blocks open many engines."""
+    """Replace the built-in models by small ones with the default model's tokens: the blocks open many engines."""
     save(transformers.LlamaConfig(**{**GROUPED, "vocab_size": 49_152, "max_position_embeddings": 2048}), tmp_path)
     for pattern in ("*token*", "chat_template*"):
         for file in model_folder.glob(pattern):
@@ -90,7 +90,7 @@ def test_every_error_is_named() -> None:
     assert [name for name in names if not re.search(rf"\b{name}\b", PAGES["docs/errors.md"])] == []
 
 
-def test_the_chart_is_that_of_the_messages() -> None:
+def test_chart_is_that_of_the_messages() -> None:
     assert cuelight.messages.__doc__ is not None
     chart = cuelight.messages.__doc__.split("```")[1].strip("\n")
     assert chart in README
@@ -126,7 +126,7 @@ def test_links_and_named_files_exist() -> None:
             assert (ROOT / target).exists(), f"{page.name} names {target}"
 
 
-def test_rules_that_the_code_cites_are_written_down() -> None:
+def test_cited_rules_exist_in_docs() -> None:
     rules = (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")
     written = set(re.findall(r"^- \*\*([a-z0-9-]+)\*\*", rules, re.MULTILINE))
     cited: set[str] = set()

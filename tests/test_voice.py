@@ -21,7 +21,7 @@ DONE = [
     "tests/benchmarks/test_structure.py",
     "tests/test_voice.py",
 ]
-"""Folders, and files, that are free of markers, each with all below it."""
+"""Folders and files without markers, each with everything below it."""
 
 
 def marked(place: str) -> list[str]:
@@ -58,7 +58,7 @@ def test_prose_is_free_of_markers(place: str) -> None:
         ("a.md", "# Title\n\nSo many.", "a.md:3: so many: So many."),
     ],
 )
-def test_a_marker_is_found(name: str, text: str, complaint: str, tmp_path: Path) -> None:
+def test_marker_is_found(name: str, text: str, complaint: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     assert list(prose.complaints(tmp_path / name, tmp_path)) == [complaint]
 
@@ -75,6 +75,6 @@ def test_a_marker_is_found(name: str, text: str, complaint: str, tmp_path: Path)
         ("a.md", "It may open a paragraph.\n\n```python\nnobody\n```"),
     ],
 )
-def test_other_text_is_left_alone(name: str, text: str, tmp_path: Path) -> None:
+def test_other_text_has_no_marker(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     assert list(prose.complaints(tmp_path / name, tmp_path)) == []

@@ -1,4 +1,4 @@
-"""What the engine's benchmark counts: exact workloads, the least work of a step, and a stopwatch that leaves."""
+"""The engine's benchmark: exact workloads, the least work of a step, and the stopwatch."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_workloads_have_exact_lengths_and_other_text_in_each_variant() -> None:
 
 
 @pytest.mark.model
-def test_the_common_prefix_is_common_and_no_longer_than_it_says() -> None:
+def test_common_prefix_is_common_and_has_the_given_length() -> None:
     asks = benchmark("workloads").own_workloads(model_path("smollm2-135m-instruct"))["W4"].asks(1)
     assert len({tuple(ask.token_ids[:512]) for ask in asks}) == 1
     assert len({tuple(ask.token_ids[512:528]) for ask in asks}) == 32
 
 
 @pytest.mark.model
-def test_arrivals_are_fixed_and_at_the_rate_they_should_be() -> None:
+def test_arrivals_are_fixed_and_at_the_given_rate() -> None:
     workload = benchmark("workloads").own_workloads(model_path("smollm2-135m-instruct"))["W3"]
     first, second = ([ask.at for ask in workload.asks(variant)] for variant in (1, 2))
     assert first == second == sorted(first)
@@ -51,7 +51,7 @@ def test_arrivals_are_fixed_and_at_the_rate_they_should_be() -> None:
     assert 31 / 1.7 * 0.7 < first[-1] < 31 / 1.7 * 1.4
 
 
-def test_a_workload_file_gives_its_own_prompts_and_arrivals(tmp_path: Path) -> None:
+def test_workload_file_gives_its_own_prompts_and_arrivals(tmp_path: Path) -> None:
     file = tmp_path / "online.json"
     shapes = [{"prompt": 2, "max_new": 3, "arrival": 0.0}, {"prompt": 1, "max_new": 5, "arrival": 3.0}]
     document = {"mode": "online", "rate_req_s": 1.5, "shapes": shapes, "variants": [[[1, 2], [3]], [[4, 5], [6]]]}
@@ -86,16 +86,16 @@ HEAD = VOCABULARY * HIDDEN
 KV_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
 
 
-def test_the_least_work_of_a_step_is_what_a_hand_counts(folder: Path) -> None:
+def test_least_work_of_a_step_matches_a_count_by_hand(folder: Path) -> None:
     model = benchmark("roofline").Model(folder, WeightFormat.F32, block_size=4)
     work = model.work(batch((1, 6, [1, 2]), (3, 3, [3])))
     assert work.bytes == 4 * (LAYERS * (QKV + OTHERS) + HEAD) + 9 * KV_BYTES
-    # In the last layer only the two rows that are sampled go on after attention.
+    # In the last layer only the two rows that are sampled continue after attention.
     assert work.products == 2 * (LAYERS * QKV * 4 + (2 * 4 + 2) * OTHERS + 2 * HEAD)
     assert work.attention == 4 * LAYERS * HEADS * HEAD_DIM * (6 + 1 + 2 + 3)
 
 
-def test_a_shared_block_is_read_once_and_without_draws_there_is_no_head(folder: Path) -> None:
+def test_shared_block_is_read_once_and_a_step_without_samples_has_no_head(folder: Path) -> None:
     model = benchmark("roofline").Model(folder, WeightFormat.F32, block_size=4)
     apart, shared = model.work(batch((1, 6, [1, 2]), (1, 6, [3, 4]))), model.work(batch((1, 6, [1, 2]), (1, 6, [1, 4])))
     assert apart.bytes - shared.bytes == 4 * KV_BYTES
@@ -105,7 +105,7 @@ def test_a_shared_block_is_read_once_and_without_draws_there_is_no_head(folder: 
     assert silent.products == 2 * (LAYERS * QKV * 2 + (LAYERS - 1) * 2 * OTHERS)
 
 
-def test_the_least_time_is_the_slower_of_reading_and_computing() -> None:
+def test_least_time_is_the_slower_of_reading_and_computing() -> None:
     roofline, limits = benchmark("roofline"), benchmark("native_limits").Limits(float32=100, int8=400, memory=10)
     reading, computing = roofline.Work(20e9, 100e9, 0), roofline.Work(1e9, 800e9, 100e9)
     assert reading.seconds(limits, WeightFormat.INT8) == pytest.approx(2.0)
@@ -113,7 +113,7 @@ def test_the_least_time_is_the_slower_of_reading_and_computing() -> None:
     assert computing.seconds(limits, WeightFormat.F32) == pytest.approx(9.0)
 
 
-def test_the_stopwatch_leaves_everything_as_it_was() -> None:
+def test_stopwatch_restores_every_method() -> None:
     wrapped = [(Scheduler, "handle"), (NativeRunner, "run"), (NativeRunner, "prepare"), (NativeDecoder, "decode")]
     before = [kind.__dict__[name] for kind, name in wrapped]
     with pytest.raises(KeyError), benchmark("stopwatch").Stopwatch():
@@ -122,11 +122,11 @@ def test_the_stopwatch_leaves_everything_as_it_was() -> None:
     assert [kind.__dict__[name] for kind, name in wrapped] == before
 
 
-def test_idle_is_the_time_at_work_without_a_step() -> None:
+def test_idle_is_the_working_time_without_a_step() -> None:
     module = benchmark("stopwatch")
     watch = module.Stopwatch()
     watch.steps += [module.Step(1.0, 3.0, batch((1, 1, [1]))), module.Step(4.0, 6.0, batch((1, 1, [1])))]
     assert watch.idle([module.Span(1.0, 6.0)]) == pytest.approx(0.2)
     assert watch.idle([module.Span(2.0, 5.0)]) == pytest.approx(1 / 3)
-    assert watch.idle([module.Span(7.0, 5.0)]) == 0.0, "never"
+    assert watch.idle([module.Span(7.0, 5.0)]) == 0.0, "an empty span has no idle time"
     assert watch.per_step(5.0)["device idle"] == pytest.approx(500.0)

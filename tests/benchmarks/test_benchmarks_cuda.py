@@ -1,4 +1,4 @@
-"""The benchmark for GPUs, on a CPU and a model of next to nothing."""
+"""The benchmark for GPUs, on a CPU and a tiny model."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def tiny_plan() -> object:
 
 
 @pytest.mark.parametrize("name", ["SMALL_QWEN3", "SMALL_LLAMA"])
-def test_a_random_model_is_one_that_transformers_reads(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_reads_a_random_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = benchmark("random_models")
     monkeypatch.setattr(models, "SHARD_BYTES", 1 << 12)
     shape = getattr(models, name)
@@ -52,7 +50,7 @@ def test_a_random_model_is_one_that_transformers_reads(
 
 
 @pytest.mark.parametrize("part", ["throughput", "decode"])
-def test_the_engine_is_measured(part: str, tmp_path: Path) -> None:
+def test_engine_is_measured(part: str, tmp_path: Path) -> None:
     module = benchmark("cuda")
     before = {name: ModelRunner.__dict__[name] for name in ("prepare", "_compute")}
     row = module.PARTS[part](tiny_plan(), "cpu", tmp_path)
@@ -62,12 +60,12 @@ def test_the_engine_is_measured(part: str, tmp_path: Path) -> None:
     assert 0 <= int(row["of the roofline"].split()[0]) <= 100
 
 
-def test_transformers_is_measured_beside_it(tmp_path: Path) -> None:
+def test_transformers_is_measured(tmp_path: Path) -> None:
     row = benchmark("cuda").measure_peer(tiny_plan(), "cpu", tmp_path)
     assert float(row["output tok/s"]) > 0
 
 
-def test_decodes_are_the_steps_between_others_of_as_many_rows() -> None:
+def test_decodes_are_the_steps_between_others_of_the_same_row_count() -> None:
     watched = benchmark("device_watch")
     watch = watched.DeviceWatch(torch.device("cpu"))
     mixed, full, fewer = batch((3, 3, [1]), (1, 4, [2])), batch((1, 4, [1]), (1, 5, [2])), batch((1, 5, [1]))
@@ -80,7 +78,7 @@ def test_decodes_are_the_steps_between_others_of_as_many_rows() -> None:
     assert watch.row_count == 9
 
 
-def test_a_part_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_part_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     module = benchmark("cuda")
 
     def failing(result: object) -> Callable[..., object]:
@@ -98,7 +96,7 @@ def test_a_part_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.in_a_process("decode", "cuda")["rows"] == 3
 
 
-def test_the_least_time_is_the_slower_of_reading_and_computing(tmp_path: Path) -> None:
+def test_least_time_is_the_slower_of_reading_and_computing(tmp_path: Path) -> None:
     module, plan = benchmark("cuda"), tiny_plan()
     folder = benchmark("random_models").build(plan.small, tmp_path / "model", "cpu", "float32")
     step = batch((1, 6, [1]))

@@ -1,4 +1,4 @@
-"""The chaos run in small: everything dies a few times under streams, and nothing may be missing; and what it counts."""
+"""The chaos run in small: actors die repeatedly under streams, and no token may be missing; and the run's counts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def settings(**others: object) -> argparse.Namespace:
     return argparse.Namespace(**{**small, "executor": "process", "decoder": "auto", "dtype": "float32", **others})
 
 
-async def test_nothing_is_lost_when_everything_dies() -> None:
+async def test_no_token_is_lost_when_every_actor_dies() -> None:
     chaos = benchmark("chaos")
     outcome, calm, stormy = await chaos.chaos(settings())
-    assert replace(outcome, spared=0).is_good, outcome  # the stub may be done before the last one's turn has come
+    assert replace(outcome, spared=0).is_good, outcome  # the stub may finish before the last actor has been killed
     assert {death.actor for death in stormy.deaths} == {"executor", *chaos.OTHERS}
     assert calm.deaths == []
     assert sum(len(heard.token_ids) for heard in stormy.streams) > 12 * 250
@@ -30,12 +30,12 @@ async def test_nothing_is_lost_when_everything_dies() -> None:
     assert all(chaos.pauses(stormy, "executor"))
 
 
-async def test_the_same_on_threads() -> None:
+async def test_no_token_is_lost_with_actors_on_threads() -> None:
     outcome, _, _ = await benchmark("chaos").chaos(settings(executor="thread", seed=2))
     assert replace(outcome, spared=0).is_good, outcome
 
 
-def test_what_differs_is_counted() -> None:
+def test_differences_are_counted() -> None:
     chaos = benchmark("chaos")
 
     def run(*streams: object, **others: object) -> object:
@@ -64,14 +64,14 @@ def test_what_differs_is_counted() -> None:
     assert not chaos.compare(calm, chaos.Run([heard([1, 2, 3])], 1.0, 2), 0, nothing, nothing).is_good
 
 
-def test_a_pause_is_until_the_next_token_that_was_computed_since() -> None:
+def test_pause_lasts_until_the_next_token_computed_after_the_death() -> None:
     chaos = benchmark("chaos")
     death = chaos.Death("executor", at=10.0, noticed_at=10.5)
     streams = [
-        chaos.Heard(times=[1.0, 10.2, 13.0]),  # one was on its way
+        chaos.Heard(times=[1.0, 10.2, 13.0]),  # a token was on its way
         chaos.Heard(times=[1.0, 12.0, 14.0]),
-        chaos.Heard(times=[11.0, 12.0]),  # had nothing yet
-        chaos.Heard(times=[1.0, 9.0]),  # was over
+        chaos.Heard(times=[11.0, 12.0]),  # had no token yet
+        chaos.Heard(times=[1.0, 9.0]),  # had ended
     ]
     run = chaos.Run(streams, 1.0, 0, [death], [Recovery(0.5, 1.0, 1.0)])
     assert chaos.pauses(run, "executor") == [3.0, 2.0]

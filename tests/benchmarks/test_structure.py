@@ -74,7 +74,7 @@ def test_modules_have_their_installed_names(checkout: Path) -> None:
     }
 
 
-def test_imports_of_every_kind_make_a_circle(checkout: Path) -> None:
+def test_imports_of_every_kind_make_a_cycle(checkout: Path) -> None:
     modules = imports.read_modules(checkout)
     found = imports.imports(modules)
     (circle,) = imports.circles(imports.graph((one.importer, one.imported) for one in found))
@@ -86,12 +86,12 @@ def test_imports_of_every_kind_make_a_circle(checkout: Path) -> None:
     assert imports.only_importers(modules, found)["cuelight.messages.cache"] == "cuelight.core.parts"
 
 
-def test_a_header_that_each_form_includes_belongs_to_its_component(checkout: Path) -> None:
+def test_header_included_by_each_form_belongs_to_its_component(checkout: Path) -> None:
     assert imports.includes(checkout) == {"kv": {"isa", "forms"}, "forms": {"kv"}}
     assert imports.circles(imports.includes(checkout)) == [["forms", "kv"]]
 
 
-def test_a_name_is_ambiguous_where_a_class_shares_it(checkout: Path) -> None:
+def test_name_shared_by_classes_is_ambiguous(checkout: Path) -> None:
     homes = imports.type_homes(imports.read_modules(checkout))
     assert {name for name, at in homes.items() if len(at) > 1} == {"Hold", "Life"}
     assert "Alias" not in homes
@@ -106,7 +106,7 @@ def test_lines_of_code_are_without_blanks_comments_and_docstrings(checkout: Path
     assert counts["README.md"] == 0
 
 
-def test_the_figures_of_a_checkout(checkout: Path) -> None:
+def test_figures_of_a_checkout(checkout: Path) -> None:
     measured = figures.measure(checkout, traced=False)
     assert measured.package["import circles"] == 1
     assert measured.package["C++ include circles"] == 1
@@ -119,12 +119,12 @@ def test_the_figures_of_a_checkout(checkout: Path) -> None:
     assert measured.folders["runtime/native (C++)"]["words of prose"] == 7
 
 
-def test_a_checkout_without_an_engine_is_not_traced(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkout_without_an_engine_is_not_traced(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert figures.trace(checkout) == {}
     assert "not traced" in capsys.readouterr().err
 
 
-def test_a_request_and_a_step_pass_the_actors_that_they_need() -> None:
+def test_request_and_step_pass_the_actors_they_need() -> None:
     traced = figures.trace(ROOT)
     assert {"cuelight.engine", "cuelight.actors.intake.actor", "cuelight.actors.detokenizer.actor"} <= {
         *traced["a request"]

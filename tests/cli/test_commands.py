@@ -1,4 +1,4 @@
-"""The command line: what it prints where, its exit statuses, and the chat on a pipe and on a real terminal."""
+"""The command line: its output, its exit statuses, and the chat on a pipe and on a real terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 from cuelight.cli import commands as cli
 from cuelight.errors import ModelUnavailable, PromptTooLong
 
-# The command with an engine that repeats each question, and for `wait` never ends its answer.
+# The command with an engine that repeats each question, and never ends its answer to `wait`.
 REPEATING = """
 import sys, types
 import anyio
@@ -50,7 +50,7 @@ cli.model_path = lambda name, progress: name
 
 @dataclass
 class FakeEngine:
-    """An engine that answers by calling `reply`, and records what it was asked for."""
+    """An engine that answers by calling `reply`, and records its arguments."""
 
     model: Path
     reply: Callable[[str], AsyncIterator[str]]
@@ -75,7 +75,7 @@ class FakeEngine:
 
 
 class Stage:
-    """Puts a fake engine behind the command."""
+    """A fake engine behind the command."""
 
     def __init__(self) -> None:
         self.engines: list[FakeEngine] = []
@@ -100,7 +100,7 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Stage:
 
 
 def type_in(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    """Let stdin be a terminal at which these lines are typed, then Ctrl-D."""
+    """Make stdin a terminal at which these lines are typed, then Ctrl-D."""
     typed: Iterator[str] = iter(lines)
 
     def read(prompt: str) -> str:
@@ -125,19 +125,19 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"cuelight {importlib.metadata.version('cuelight')}\n"
 
 
-def test_python_dash_m_is_the_same_command() -> None:
+def test_python_dash_m_runs_the_same_command() -> None:
     command = [sys.executable, "-m", "cuelight", "--version"]
     assert subprocess.check_output(command, text=True).startswith("cuelight ")
 
 
-def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([])
     assert caught.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
 
 
-def test_pull_prints_the_folder_alone(
+def test_pull_prints_only_the_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "pull", lambda name: tmp_path / name)
@@ -183,7 +183,7 @@ def test_piped_question_is_answered_once(
 
 
 @pytest.mark.parametrize("content", [b"", b" \n"])
-def test_empty_question_is_refused_before_any_engine(
+def test_empty_question_is_refused_before_an_engine_starts(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
     pipe_in(monkeypatch, content)
@@ -203,7 +203,7 @@ def test_turns_share_a_conversation_until_new(
     assert engine.closed
 
 
-def test_refused_turn_is_explained_and_the_chat_goes_on(
+def test_refused_turn_is_explained_and_the_chat_continues(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def refuse_first(text: str) -> AsyncIterator[str]:
@@ -232,7 +232,7 @@ def test_refused_single_question_is_status_1(stage: Stage, capsys: pytest.Captur
 
 
 class Interrupted:
-    """A reply that presses Ctrl-C while it streams, and notes that it was cancelled."""
+    """A reply that raises SIGINT while it streams, and counts its cancellations."""
 
     def __init__(self) -> None:
         self.cancelled = 0
@@ -247,7 +247,7 @@ class Interrupted:
                 self.cancelled += 1
 
 
-def test_ctrl_c_cancels_the_answer_only(
+def test_ctrl_c_cancels_only_the_answer(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage.reply = reply = Interrupted()
@@ -274,7 +274,7 @@ def test_ctrl_c_ends_a_single_answer_with_130(stage: Stage) -> None:
     assert stage.engines[0].closed
 
 
-def test_reader_that_leaves_early_is_no_error() -> None:
+def test_closed_output_pipe_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     script = f"{REPEATING}\nsys.exit(cli.main(['chat', 'hello']))"
@@ -293,7 +293,7 @@ def test_reader_that_leaves_early_is_no_error() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_output_that_finds_no_room_is_an_error_of_one_line() -> None:
+def test_output_to_a_full_disk_is_a_one_line_error() -> None:
     script = f"{REPEATING}\nsys.exit(cli.main(['chat', 'hello']))"
     with Path("/dev/full").open("wb") as full:
         result = subprocess.run(
@@ -309,7 +309,7 @@ def test_output_that_finds_no_room_is_an_error_of_one_line() -> None:
 
 
 def test_closed_standard_files_are_no_error() -> None:
-    # uvloop aborts where it is given one of their numbers for a file of its own.
+    # uvloop aborts if its own file descriptors get their numbers.
     script = f"{REPEATING}\nsys.exit(cli.main(['chat', 'hello']))"
     command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, script]
     result = subprocess.run(command, stderr=subprocess.PIPE, check=False)
@@ -317,7 +317,7 @@ def test_closed_standard_files_are_no_error() -> None:
 
 
 def read_until(terminal: int, expected: bytes) -> bytes:
-    """What the program shows until `expected` has come."""
+    """Read the program's output until `expected` has appeared."""
     seen = b""
     while expected not in seen:
         seen += os.read(terminal, 1024)
@@ -327,7 +327,7 @@ def read_until(terminal: int, expected: bytes) -> bytes:
 def test_chat_on_a_terminal() -> None:
     terminal, inside = os.openpty()
     attributes = termios.tcgetattr(inside)
-    # The child makes the terminal its own, so that a typed Ctrl-C reaches it as a signal.
+    # The terminal becomes the child's controlling terminal, so that a typed Ctrl-C reaches it as a signal.
     own = f"import fcntl; fcntl.ioctl(0, {termios.TIOCSCTTY}, 0)"
     script = f"{own}\n{REPEATING}\nsys.exit(cli.main(['chat']))"
     process = subprocess.Popen(
@@ -359,7 +359,7 @@ def test_chat_on_a_terminal() -> None:
 
 
 @pytest.mark.parametrize("option", [["--seeds", "0"], ["--requests", "-1"], ["--seeds", "many"], ["--seed", "3"]])
-def test_a_simulation_of_nothing_is_no_success(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_simulation_options_are_refused(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         cli.main(["simulate", *option])
     assert refused.value.code == 2

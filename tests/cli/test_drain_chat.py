@@ -1,4 +1,4 @@
-"""The chat told to terminate: it finishes its answer, begins no other, and a second time ends at once."""
+"""The chat under SIGTERM: it finishes its answer and begins no other; a second signal ends it at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cuelight.cli import commands as cli
 
 NET_SECONDS = 60
 
-# The command with an engine whose answer ends once it is drained, and for `wait` never.
+# The command with an engine whose answer ends once it is drained, and never for `wait`.
 DRAINING = """
 import sys, types
 import anyio
@@ -59,7 +59,7 @@ cli.model_path = lambda name, progress: name
 
 
 class Chatting:
-    """The command in a terminal of its own."""
+    """The command in its own terminal."""
 
     def __init__(self, process: subprocess.Popen[bytes], terminal: int) -> None:
         self.process = process
@@ -77,11 +77,11 @@ class Chatting:
         self.process.send_signal(signal.SIGTERM)
 
     def status(self) -> int:
-        """Its exit status, once all it has shown is read."""
+        """Return the exit status, after all output is read."""
         try:
             while data := os.read(self.terminal, 1024):
                 self.seen += data.decode()
-        except OSError:  # its end of the terminal is closed
+        except OSError:  # the child has closed its end of the terminal
             pass
         return self.process.wait(timeout=NET_SECONDS)
 
@@ -106,7 +106,7 @@ def chatting(*arguments: str) -> Iterator[Chatting]:
         os.close(terminal)
 
 
-def test_the_answer_is_finished_and_no_other_begun() -> None:
+def test_answer_is_finished_and_no_other_begun() -> None:
     with chatting("--drain-seconds", "7") as chat:
         chat.read_until("you> ")
         chat.type_in("hello\n")
@@ -119,7 +119,7 @@ def test_the_answer_is_finished_and_no_other_begun() -> None:
         assert chat.seen.endswith("<closed>")
 
 
-def test_a_single_answer_is_finished() -> None:
+def test_single_answer_is_finished() -> None:
     with chatting("hello") as chat:
         chat.read_until("so far,")
         chat.terminate()
@@ -128,7 +128,7 @@ def test_a_single_answer_is_finished() -> None:
         assert chat.seen.endswith("<closed>")
 
 
-def test_at_the_prompt_there_is_nothing_to_finish() -> None:
+def test_signal_at_the_prompt_ends_the_chat() -> None:
     with chatting() as chat:
         chat.read_until("you> ")
         chat.terminate()
@@ -138,7 +138,7 @@ def test_at_the_prompt_there_is_nothing_to_finish() -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("wait",)], ids=["dialogue", "question"])
-def test_the_second_time_it_ends_at_once(arguments: tuple[str, ...]) -> None:
+def test_second_signal_ends_at_once(arguments: tuple[str, ...]) -> None:
     with chatting(*arguments) as chat:
         if not arguments:
             chat.read_until("you> ")
@@ -153,7 +153,7 @@ def test_the_second_time_it_ends_at_once(arguments: tuple[str, ...]) -> None:
         assert chat.seen.endswith("<closed>")
 
 
-def test_ctrl_c_ends_a_drain_too() -> None:
+def test_ctrl_c_ends_a_drain() -> None:
     with chatting("wait") as chat:
         chat.read_until("so far,")
         chat.terminate()
@@ -165,7 +165,7 @@ def test_ctrl_c_ends_a_drain_too() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "status"), [((), 0), (("late",), 1)], ids=["dialogue", "question"])
-def test_an_answer_that_takes_too_long_is_broken_off(arguments: tuple[str, ...], status: int) -> None:
+def test_answer_beyond_the_deadline_is_cut_off(arguments: tuple[str, ...], status: int) -> None:
     with chatting(*arguments) as chat:
         if not arguments:
             chat.read_until("you> ")
@@ -178,8 +178,6 @@ def test_an_answer_that_takes_too_long_is_broken_off(arguments: tuple[str, ...],
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
-def test_a_deadline_that_cannot_be_is_refused_before_any_model(
-    seconds: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_deadline_is_refused_before_a_model_loads(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["chat", "--drain-seconds", seconds, "hello"]) == 1
     assert "timeout_seconds must be a number above 0" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A signal of which the waiting main thread knows nothing is acted upon nevertheless."""
+"""A signal delivered to another thread is handled while the main thread waits."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ with interruptible_by_signals():
 """
 
 
-def test_it_is_acted_upon() -> None:
+def test_signal_to_another_thread_is_handled() -> None:
     assert subprocess.run([sys.executable, "-c", WAITING], timeout=100, check=False).returncode == 7

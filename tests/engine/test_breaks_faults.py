@@ -1,4 +1,4 @@
-"""What users' own fault scripts have found: crashes asked for by name, and disks without room."""
+"""Faults that users' own scripts found: crashes requested by role, and disks without room."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from cuelight.config import CHOICES, EngineConfig
 from cuelight.testing import crash, next_letter, stub_engine
 
 
-async def test_a_crash_of_nobody_is_a_key_error() -> None:
+async def test_crash_of_an_unknown_role_is_a_key_error() -> None:
     async with stub_engine() as engine:
         with pytest.raises(KeyError, match="'nobody'"):
             crash(engine, "nobody")
-    crash(engine, "intake")  # which is over, as all are
+    crash(engine, "intake")  # it is closed, as all roles are
 
 
-async def test_after_a_reload_it_is_the_new_executor_that_crashes() -> None:
+async def test_crash_after_a_reload_hits_the_new_executor() -> None:
     async with stub_engine(models={"other": next_letter}) as engine:
         await engine.reload("other")
-        crash(engine, "executor")  # while the one before is still leaving
+        crash(engine, "executor")  # while the old executor is still stopping
         await until(lambda: engine.health().restarts == {"executor 2": 1})
         assert (await engine.generate("go on", max_tokens=4)).token_ids == expected_tokens("go on", 4)
 
 
-async def test_a_disk_without_room_for_the_next_journal_keeps_the_one_before(
+async def test_journal_that_cannot_rotate_on_a_full_disk_keeps_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "journal"
@@ -51,7 +51,9 @@ async def test_a_disk_without_room_for_the_next_journal_keeps_the_one_before(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_output_to_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_to_a_full_disk_is_a_one_line_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(cli, "pull", lambda _: "folder")
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
@@ -61,7 +63,7 @@ def test_output_to_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
 
 
 class Odd:
-    """Nothing can be asked of it."""
+    """An object whose every operation raises."""
 
     def __eq__(self, other: object) -> bool:
         raise ValueError("ambiguous")
@@ -74,7 +76,7 @@ class Odd:
 
 
 @pytest.mark.parametrize("value", [Odd(), 10**5000, np.zeros(3), [10**5000]], ids=["odd", "huge", "array", "list"])
-async def test_values_that_cannot_be_shown_or_compared_are_named_by_type(value: object) -> None:
+async def test_values_without_repr_or_comparison_are_named_by_type(value: object) -> None:
     async with stub_engine() as engine:
         for call in (
             lambda: engine.set_policy(value),  # type: ignore[arg-type]
@@ -101,13 +103,13 @@ async def test_values_that_cannot_be_shown_or_compared_are_named_by_type(value: 
         assert (await engine.generate("a", max_tokens=3)).token_ids == expected_tokens("a", 3)
 
 
-async def test_attention_backends_are_not_the_native_decoders() -> None:
+async def test_attention_backends_exclude_the_native_decoders() -> None:
     with pytest.raises(errors.ConfigError, match="decoder 'transformers'"):
         EngineConfig(decoder="native", attention="reference")
 
 
 def test_another_event_loop_on_the_same_thread_is_refused() -> None:
-    """It would wait there for what happens in the first one."""
+    """Waiting there for events of the first loop would never end."""
 
     async def start() -> Engine:
         engine = stub_engine()
@@ -129,7 +131,7 @@ def test_another_event_loop_on_the_same_thread_is_refused() -> None:
         first.run(engine.stop())
 
 
-async def test_a_drain_in_which_the_engine_gives_up_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_drain_of_an_engine_that_gives_up_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with executors_engine(tmp_path) as engine:
         (tmp_path / "hold the steps").touch()
         stream = engine.stream("a", max_tokens=20)
@@ -151,7 +153,7 @@ def executors_engine(folder: Path) -> Engine:
     return Engine.from_parts("stub", partial(executors.parts, folder), executor="thread", restarts_max=0)
 
 
-async def test_a_host_that_cancels_all_tasks_closes_the_engine() -> None:
+async def test_cancelling_all_tasks_of_the_host_closes_the_engine() -> None:
     engine = stub_engine()
     await engine.start()
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -160,7 +162,7 @@ async def test_a_host_that_cancels_all_tasks_closes_the_engine() -> None:
     await engine.stop()
 
 
-def test_half_a_header_is_not_left_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_journal_header_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def serve() -> None:
         async with stub_engine(journal=tmp_path / "journal", resume=True) as engine:
             await engine.generate("a", max_tokens=2)

@@ -1,4 +1,4 @@
-"""A drain: what runs and waits is finished, nothing new is taken, and the deadline ends the rest."""
+"""Draining: running and waiting requests are finished, new ones are refused, and the deadline ends the rest."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ENDLESS = 4000
 
 
 async def draining(task: asyncio.Task[int]) -> None:
-    """Let a drain that was just begun come to its wait."""
+    """Let a drain that has just begun reach its wait."""
     await asyncio.sleep(0)
     assert not task.done()
 
 
-async def test_what_runs_and_what_waits_is_finished() -> None:
+async def test_running_and_waiting_requests_are_finished() -> None:
     async with gated(running_max=2) as (engine, gate):
         streams = [engine.stream(f"request {number}", max_tokens=6) for number in range(5)]
         gate.allow(2)
@@ -37,7 +37,7 @@ async def test_what_runs_and_what_waits_is_finished() -> None:
             engine.stream("after")
 
 
-async def test_nothing_new_is_taken() -> None:
+async def test_new_requests_are_refused() -> None:
     async with gated() as (engine, gate):
         chat = engine.chat(max_tokens=3)
         stream = engine.stream("here before", max_tokens=3)
@@ -53,37 +53,37 @@ async def test_nothing_new_is_taken() -> None:
         for waits in (engine.generate("new"), engine.generate_many(["new"]), engine.reload("other")):
             with pytest.raises(errors.EngineDraining):
                 await waits
-        assert (await engine.explain(stream.request_id)).state in ("waiting", "running"), "questions are answered"
+        assert (await engine.explain(stream.request_id)).state in ("waiting", "running"), "explain() is answered"
         engine.set_policy("fair")
         gate.allow()
         assert await task == 0
         assert (await stream.result()).token_ids == expected_tokens("here before", 3)
 
 
-async def test_whoever_takes_too_long_is_ended() -> None:
+async def test_requests_beyond_the_deadline_are_ended() -> None:
     async with gated(running_max=2) as (engine, gate):
         streams = [engine.stream(f"request {number}", max_tokens=ENDLESS) for number in range(4)]
         gone = engine.stream("left by its client", max_tokens=ENDLESS)
         await gone.aclose()
         gate.allow(4)
         seen = await read(streams[0], 1)
-        gate.allow()  # or the step in hand would never end
+        gate.allow()  # else the current step would never end
         assert await engine.drain(0.001) == 4
         for stream in streams:
             with pytest.raises(errors.EngineClosed):
                 await stream.result()
-        assert streams[0].inbox.token_ids[: len(seen)] == seen, "what came before stays readable"
+        assert streams[0].inbox.token_ids[: len(seen)] == seen, "earlier tokens stay readable"
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), True, "3", None, 10**400])
-async def test_a_deadline_that_cannot_be(seconds: object) -> None:
+async def test_invalid_deadlines_are_refused(seconds: object) -> None:
     async with stub_engine() as engine:
         with pytest.raises(errors.ConfigError, match="timeout_seconds must be a number above 0"):
             await engine.drain(seconds)  # type: ignore[arg-type]
         assert (await engine.generate("on it goes", max_tokens=3)).token_ids == expected_tokens("on it goes", 3)
 
 
-async def test_a_second_drain_is_refused_and_the_first_goes_on() -> None:
+async def test_second_drain_is_refused_and_the_first_continues() -> None:
     async with gated() as (engine, gate):
         stream = engine.stream("a", max_tokens=3)
         task = asyncio.create_task(engine.drain(NET_SECONDS))
@@ -97,12 +97,12 @@ async def test_a_second_drain_is_refused_and_the_first_goes_on() -> None:
             await engine.drain(1)
 
 
-async def test_before_the_start_there_is_nothing_to_drain() -> None:
+async def test_drain_before_the_start_is_refused() -> None:
     with pytest.raises(errors.NotStarted):
         await stub_engine().drain(1)
 
 
-async def test_an_idle_engine_is_drained_at_once() -> None:
+async def test_idle_engine_drains_at_once() -> None:
     engine = stub_engine()
     await engine.start()
     threads = threading.active_count()
@@ -113,7 +113,7 @@ async def test_an_idle_engine_is_drained_at_once() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_a_cancelled_drain_is_called_off() -> None:
+async def test_cancelled_drain_is_called_off() -> None:
     async with gated() as (engine, gate):
         stream = engine.stream("a", max_tokens=3)
         task = asyncio.create_task(engine.drain(NET_SECONDS))
@@ -134,12 +134,12 @@ async def test_stop_ends_a_drain() -> None:
         await draining(task)
         gate.allow()
         await engine.stop()
-        assert await task == 0, "it had nobody to end any more"
+        assert await task == 0, "stop() had ended the requests, not the drain"
         with pytest.raises(errors.EngineClosed):
             await stream.result()
 
 
-async def test_a_call_for_many_that_has_begun_is_served_whole() -> None:
+async def test_generate_many_begun_before_a_drain_is_served_whole() -> None:
     async with gated(running_max=1, queue_limit=2) as (engine, gate):
         prompts = [f"one of many {number}" for number in range(9)]
         many = asyncio.create_task(engine.generate_many(prompts, max_tokens=2))
@@ -152,7 +152,7 @@ async def test_a_call_for_many_that_has_begun_is_served_whole() -> None:
 
 
 @pytest.mark.parametrize("role", ["executor", "scheduler", "intake", "detokenizer", "cache"])
-async def test_a_drain_outlives_a_crash(role: str) -> None:
+async def test_drain_outlives_a_crash(role: str) -> None:
     async with gated(running_max=2) as (engine, gate):
         streams = [engine.stream(f"request {number}", max_tokens=8) for number in range(4)]
         gate.allow(3)

@@ -1,4 +1,4 @@
-"""The engine as its users meet it, around the stub executor; a few tests at the end use the real model."""
+"""The public API of an engine around the stub executor; a few tests at the end use the real model."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from cuelight.stream import Inbox
 from cuelight.testing import END_TOKEN, crash, decode, encode, next_letter, stub_engine
 
 NET_SECONDS = 240.0
-"""A safety net around everything that waits; no test measures by it."""
+"""Timeout around everything that waits; no test measures by it."""
 
 ENDLESS = 4000
-"""More tokens than any test here waits for."""
+"""More tokens than any test here reads."""
 
 
 class Gate:
-    """Holds the device's thread before each token until told how many may pass."""
+    """Hold the device's thread before each token until a test allows it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -55,7 +55,7 @@ class Gate:
         with self._changed:
             while self._permits < 1:
                 self.held.set()
-                assert self._changed.wait(NET_SECONDS), "a gate is opened before the test ends"
+                assert self._changed.wait(NET_SECONDS), "open a gate before the test ends"
             self._permits -= 1
         return next_letter(token_ids)
 
@@ -90,7 +90,7 @@ async def gated(**options: Unpack[EngineOptions]) -> AsyncIterator[tuple[Engine,
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(NET_SECONDS):
-        while not condition():  # noqa: ASYNC110  # what it waits for is any state, not an event
+        while not condition():  # noqa: ASYNC110  # waits for a state
             await asyncio.sleep(0)
 
 
@@ -100,7 +100,7 @@ def at_rest(engine: Engine) -> bool:
 
 
 def expected_tokens(prompt: object, count: int) -> tuple[int, ...]:
-    """What the stub gives for a prompt alone."""
+    """The stub's output for a prompt served alone."""
     tokens = list(encode(prompt))
     start = len(tokens)
     for _ in range(count):
@@ -113,7 +113,7 @@ def expected_text(prompt: object, count: int) -> str:
 
 
 async def check_healthy(engine: Engine, prompt: str = "are you well?") -> None:
-    """The engine serves, and is at rest afterwards."""
+    """Check that the engine serves and is at rest afterwards."""
     result = await engine.generate(prompt, max_tokens=9)
     assert result.token_ids == expected_tokens(prompt, 9)
     await until(lambda: at_rest(engine))
@@ -122,7 +122,7 @@ async def check_healthy(engine: Engine, prompt: str = "are you well?") -> None:
 # One request.
 
 
-async def test_a_result_says_everything_about_its_request() -> None:
+async def test_result_has_every_field_of_its_request() -> None:
     async with stub() as engine:
         result = await engine.generate("hello", max_tokens=12)
         assert result.token_ids == expected_tokens("hello", 12)
@@ -136,7 +136,7 @@ async def test_a_result_says_everything_about_its_request() -> None:
         assert again.token_ids == result.token_ids
 
 
-async def test_a_stream_gives_its_output_in_contiguous_chunks() -> None:
+async def test_stream_yields_contiguous_chunks() -> None:
     async with stub() as engine:
         stream = engine.stream("hello", max_tokens=200)
         chunks = [chunk async for chunk in stream]
@@ -152,7 +152,7 @@ async def test_a_stream_gives_its_output_in_contiguous_chunks() -> None:
         assert [chunk async for chunk in stream] == [Chunk(stream.request_id, 0, result.token_ids, result.text)]
 
 
-async def test_a_slow_reader_gets_larger_chunks() -> None:
+async def test_slow_reader_gets_larger_chunks() -> None:
     async with gated() as (engine, gate):
         stream = engine.stream("hello", max_tokens=30)
         sizes = []
@@ -178,7 +178,7 @@ async def test_a_slow_reader_gets_larger_chunks() -> None:
         "x" * 1000,  # long enough for the tokenizer's thread
     ],
 )
-async def test_a_prompt_is_text_messages_or_token_ids(prompt: object) -> None:
+async def test_prompt_is_text_messages_or_token_ids(prompt: object) -> None:
     as_messages = (
         Conversation(tuple(t if isinstance(t, Turn) else Turn(**t) for t in prompt))
         if not isinstance(prompt, str) and isinstance(prompt[0], dict | Turn)
@@ -192,7 +192,7 @@ async def test_a_prompt_is_text_messages_or_token_ids(prompt: object) -> None:
         assert result.usage.prompt_tokens == len(encode(as_messages))
 
 
-async def test_usage_counts_what_the_prefix_cache_held_and_stats_add_up() -> None:
+async def test_usage_counts_cached_tokens_and_stats_add_up() -> None:
     prompt = "p" * 64
     async with stub() as engine:
         first = await engine.generate(prompt, max_tokens=4)
@@ -208,11 +208,11 @@ async def test_usage_counts_what_the_prefix_cache_held_and_stats_add_up() -> Non
 
 
 def after(count: int, token_id: int) -> Callable[[Sequence[int]], int]:
-    """A device that gives letters, and `token_id` once the sequence has `count` tokens."""
+    """A device that samples letters, and `token_id` once the row has `count` tokens."""
     return lambda token_ids: token_id if len(token_ids) == count else next_letter(token_ids)
 
 
-async def test_the_end_token_ends_a_request_unless_it_is_ignored() -> None:
+async def test_end_token_ends_a_request_unless_ignored() -> None:
     async with stub(after(8, END_TOKEN)) as engine:
         ended = await engine.generate("12345", max_tokens=20)
         assert (ended.finish_reason, len(ended.token_ids)) == (FinishReason.STOP, 4)
@@ -240,7 +240,7 @@ async def test_stop_strings_and_stop_tokens_end_the_text() -> None:
         await until(lambda: at_rest(engine))
 
 
-async def test_no_chunk_ends_in_half_a_character() -> None:
+async def test_no_chunk_ends_within_a_character() -> None:
     letters = "né🎈ö".encode()
     async with stub(lambda token_ids: letters[(len(token_ids) - 1) % len(letters)]) as engine:
         stream = engine.stream("p", max_tokens=3 * len(letters))
@@ -249,13 +249,13 @@ async def test_no_chunk_ends_in_half_a_character() -> None:
         assert "\ufffd" not in "".join(texts)
 
 
-async def test_a_request_ends_where_the_context_does() -> None:
+async def test_request_ends_at_the_context_length() -> None:
     async with stub(context_length=20) as engine:
         result = await engine.generate("x" * 12, max_tokens=100)
         assert (result.finish_reason, result.usage.output_tokens) == (FinishReason.LENGTH, 8)
 
 
-async def test_a_stream_has_one_reader_at_a_time() -> None:
+async def test_stream_has_one_reader_at_a_time() -> None:
     async with gated() as (engine, gate):
         stream = engine.stream("hello", max_tokens=3)
         first = asyncio.create_task(stream.result())
@@ -271,7 +271,7 @@ async def test_a_stream_has_one_reader_at_a_time() -> None:
 
 async def leave_by_break(engine: Engine, keep: list[object]) -> Inbox:
     stream = engine.stream("leave", max_tokens=ENDLESS)
-    keep.append(stream)  # the stream lives on: leaving the loop is what counts
+    keep.append(stream)  # the stream is still referenced: leaving the loop is what cancels it
     async for _ in stream:
         break
     return stream.inbox
@@ -408,7 +408,7 @@ async def test_leaving_early_cancels_and_frees(leave: Leave) -> None:
         await check_healthy(engine, "leave")
 
 
-async def test_a_cancelled_stream_ends_and_its_result_says_so() -> None:
+async def test_result_of_a_cancelled_stream_says_cancelled() -> None:
     async with gated() as (engine, gate):
         stream = engine.stream("leave", max_tokens=ENDLESS)
         gate.allow(3)
@@ -461,7 +461,7 @@ async def test_cancel_while_the_prompt_is_tokenized(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_cancel_at_any_moment_disturbs_nobody(seed: int) -> None:
+async def test_cancel_at_any_moment_leaves_other_requests_unchanged(seed: int) -> None:
     chance = random.Random(seed)
     async with stub(block_count=24, token_budget=32, running_max=8, queue_limit=200, seed=seed) as engine:
 
@@ -495,7 +495,7 @@ async def test_cancel_at_any_moment_disturbs_nobody(seed: int) -> None:
         await check_healthy(engine)
 
 
-# What is refused.
+# Refusals.
 
 CHAT = [{"role": "user", "content": "hi"}]
 NAN, INF = float("nan"), float("inf")
@@ -555,7 +555,7 @@ async def refusal(engine: Engine, prompt: object, options: dict[str, object]) ->
     return caught.value
 
 
-async def test_bad_input_is_refused_by_its_own_error_before_any_work() -> None:
+async def test_bad_input_raises_its_own_error_before_any_work() -> None:
     async with stub(block_count=64) as engine:
         for prompt, options, error in BAD_REQUESTS:
             refused = await refusal(engine, prompt, options)
@@ -566,7 +566,7 @@ async def test_bad_input_is_refused_by_its_own_error_before_any_work() -> None:
         await check_healthy(engine)
 
 
-async def test_bad_input_disturbs_no_healthy_request() -> None:
+async def test_bad_input_leaves_healthy_requests_unchanged() -> None:
     async with gated(block_count=64) as (engine, gate):
         healthy = engine.stream("healthy", max_tokens=2 * len(BAD_REQUESTS))
         for prompt, options, error in BAD_REQUESTS:
@@ -576,14 +576,14 @@ async def test_bad_input_disturbs_no_healthy_request() -> None:
         assert result.token_ids == expected_tokens("healthy", 2 * len(BAD_REQUESTS))
 
 
-async def test_what_just_fits_is_served() -> None:
+async def test_largest_requests_that_fit_are_served() -> None:
     async with stub(block_count=8) as engine:
         assert (await engine.generate("x" * 111, max_tokens=9)).usage.output_tokens == 1
         with pytest.raises(errors.PromptTooLong, match="whole block pool holds 112"):
             await engine.generate("x" * 112)
 
 
-async def test_an_engine_that_does_not_serve_says_why() -> None:
+async def test_engine_that_does_not_serve_says_why() -> None:
     engine = stub_engine()
     calls: list[Callable[[], Awaitable[object]]] = [
         lambda: engine.generate("p"),
@@ -608,7 +608,7 @@ async def test_an_engine_that_does_not_serve_says_why() -> None:
     await engine.stop()
 
 
-async def test_each_caller_gets_an_exception_of_its_own() -> None:
+async def test_each_caller_gets_its_own_exception() -> None:
     engine = stub_engine()
     raised = []
     for _ in range(3):
@@ -651,7 +651,7 @@ async def test_each_caller_gets_an_exception_of_its_own() -> None:
     ],
     ids=str,
 )
-def test_a_bad_engine_option_is_refused_at_once(options: dict[str, object]) -> None:
+def test_bad_engine_option_is_refused_at_construction(options: dict[str, object]) -> None:
     for make in (Engine, stub_engine):
         with pytest.raises(errors.ConfigError) as caught:
             make(**options)
@@ -659,7 +659,7 @@ def test_a_bad_engine_option_is_refused_at_once(options: dict[str, object]) -> N
         assert isinstance(caught.value, ValueError)
 
 
-async def test_a_flood_is_answered_and_what_was_accepted_is_served() -> None:
+async def test_flood_is_refused_and_accepted_requests_are_served() -> None:
     async with stub(queue_limit=10) as engine:
         streams: list[Stream] = []
         refused = 0
@@ -680,7 +680,7 @@ async def test_a_flood_is_answered_and_what_was_accepted_is_served() -> None:
         await check_healthy(engine)
 
 
-async def test_a_storm_of_cancellations_fits_the_mailboxes() -> None:
+async def test_cancelling_many_requests_at_once_fits_the_mailboxes() -> None:
     async with stub(queue_limit=10, block_count=8) as engine:
         for _ in range(200):
             for number in range(30):
@@ -696,7 +696,7 @@ async def test_a_storm_of_cancellations_fits_the_mailboxes() -> None:
         await check_healthy(engine)
 
 
-# Ends of the engine.
+# Closing the engine.
 
 
 async def test_closing_the_engine_ends_every_stream_with_a_typed_error() -> None:
@@ -719,7 +719,7 @@ async def test_closing_the_engine_ends_every_stream_with_a_typed_error() -> None
         await read.aclose()
 
 
-async def test_a_host_that_cancels_all_tasks_leaves_nobody_waiting() -> None:
+async def test_cancelling_all_tasks_of_the_host_ends_every_wait() -> None:
     async with asyncio.timeout(NET_SECONDS):
         engine = stub_engine()
         await engine.start()
@@ -735,7 +735,7 @@ async def test_a_host_that_cancels_all_tasks_leaves_nobody_waiting() -> None:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_an_engine_whose_loop_is_gone_says_so_in_the_next() -> None:
+def test_engine_of_a_closed_loop_says_so_in_another_loop() -> None:
     engine = stub_engine()
     asyncio.run(engine.start())
 
@@ -747,7 +747,7 @@ def test_an_engine_whose_loop_is_gone_says_so_in_the_next() -> None:
     asyncio.run(later())
 
 
-async def test_figures_of_a_closed_engine() -> None:
+async def test_stats_of_a_closed_engine() -> None:
     async with stub_engine() as engine:
         streams = [engine.stream(f"read {n}", max_tokens=ENDLESS) for n in range(3)]
         for stream in streams:
@@ -758,7 +758,7 @@ async def test_figures_of_a_closed_engine() -> None:
     assert stats.steps > 0
 
 
-async def test_a_reader_inside_its_loop_hears_that_the_engine_closes() -> None:
+async def test_reader_within_its_loop_gets_engine_closed() -> None:
     async with asyncio.timeout(NET_SECONDS):
         engine = stub_engine()
         await engine.start()
@@ -776,7 +776,7 @@ async def test_a_reader_inside_its_loop_hears_that_the_engine_closes() -> None:
         assert {type(end) for end in ends} == {errors.EngineClosed}
 
 
-async def test_a_crash_beyond_what_may_be_reaches_every_client(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_crash_beyond_the_restart_limit_reaches_every_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuelight.core.parts.RESTART_POLICY", RestartPolicy())
     async with asyncio.timeout(NET_SECONDS):
         engine = stub_engine()
@@ -827,7 +827,7 @@ def not_found(_: EngineConfig) -> EngineParts[object]:
         (ensemble(lambda: StubDevice(10, 16)), errors.EngineBroken),  # with a cache manager that cannot be built
     ],
 )
-async def test_a_start_that_fails_leaves_nothing(
+async def test_failed_start_leaves_nothing_behind(
     gather: Callable[..., EngineParts[object]], error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if error is errors.EngineBroken:
@@ -843,7 +843,7 @@ async def test_a_start_that_fails_leaves_nothing(
     assert traces() == before
 
 
-async def test_a_step_that_fails_on_one_request_fails_that_one() -> None:
+async def test_step_that_fails_on_one_request_fails_that_request() -> None:
     def next_token(token_ids: Sequence[int]) -> int:
         if token_ids[0] == ord("!") and len(token_ids) > 10:
             raise ValueError("cursed")
@@ -862,19 +862,19 @@ async def test_a_step_that_fails_on_one_request_fails_that_one() -> None:
         await check_healthy(engine)
 
 
-# Inside other programs.
+# Inside host programs.
 
 
 def children() -> set[str]:
     found: set[str] = set()
     for file in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):  # a thread that ended meanwhile
+        with suppress(OSError):  # a thread that has ended meanwhile
             found.update(file.read_text().split())
     return found
 
 
 def traces() -> dict[str, object]:
-    """What an engine must not leave behind in its process and loop."""
+    """State of the process and the loop that an engine must leave unchanged."""
     return {
         "threads": {thread.ident for thread in threading.enumerate()},
         "tasks": asyncio.all_tasks(),
@@ -886,7 +886,7 @@ def traces() -> dict[str, object]:
     }
 
 
-async def test_an_engine_leaves_nothing_behind() -> None:
+async def test_engine_leaves_nothing_behind() -> None:
     before = traces()
     async with stub() as engine:
         during = traces()
@@ -908,7 +908,7 @@ async def serve_once() -> tuple[int, ...]:
         return (await engine.generate("hello", max_tokens=7)).token_ids
 
 
-def test_it_runs_on_asyncio_and_on_uvloop() -> None:
+def test_engine_runs_on_asyncio_and_uvloop() -> None:
     expected = expected_tokens("hello", 7)
     assert asyncio.run(serve_once()) == expected
     assert uvloop.run(serve_once()) == expected
@@ -917,7 +917,7 @@ def test_it_runs_on_asyncio_and_on_uvloop() -> None:
         assert runner.run(serve_once()) == expected
 
 
-async def test_it_runs_in_the_loop_of_another_thread_beside_one_here() -> None:
+async def test_engine_runs_in_the_loop_of_another_thread() -> None:
     outcomes: list[tuple[int, ...]] = []
     thread = threading.Thread(target=lambda: outcomes.append(asyncio.run(serve_once())))
     async with stub() as engine:
@@ -927,7 +927,7 @@ async def test_it_runs_in_the_loop_of_another_thread_beside_one_here() -> None:
     assert outcomes == [expected_tokens("hello", 7)]
 
 
-async def test_two_engines_at_once_and_two_in_sequence() -> None:
+async def test_two_engines_run_at_once_and_in_sequence() -> None:
     for _ in range(2):
         async with stub() as one, stub(lambda token_ids: ord("z")) as two:
             first, second = await asyncio.gather(
@@ -937,7 +937,7 @@ async def test_two_engines_at_once_and_two_in_sequence() -> None:
             assert (one.stats().finished, two.stats().finished) == (1, 1)
 
 
-async def test_it_is_started_in_one_task_and_stopped_in_another_and_twice() -> None:
+async def test_engine_is_stopped_from_another_task_and_twice() -> None:
     before = traces()
     async with asyncio.timeout(NET_SECONDS):
         engine = stub_engine()
@@ -948,7 +948,7 @@ async def test_it_is_started_in_one_task_and_stopped_in_another_and_twice() -> N
     assert traces() == before
 
 
-async def test_a_start_may_be_cancelled_at_any_moment() -> None:
+async def test_start_can_be_cancelled_at_any_moment() -> None:
     before = traces()
     outcomes = set()
     for turns in range(60):
@@ -971,7 +971,7 @@ async def test_a_start_may_be_cancelled_at_any_moment() -> None:
     assert True in outcomes
 
 
-async def test_a_start_that_another_task_stops_says_so() -> None:
+async def test_start_that_another_task_stops_says_so() -> None:
     before = traces()
     for turns in range(0, 60, 3):
         engine = stub_engine()
@@ -988,7 +988,7 @@ async def test_a_start_that_another_task_stops_says_so() -> None:
         await until(lambda: traces() == before)
 
 
-async def test_a_stop_in_the_moment_the_engine_becomes_ready_wins() -> None:
+async def test_stop_just_before_the_engine_is_ready_wins() -> None:
     may_load = threading.Event()
 
     def load() -> StubDevice:
@@ -996,7 +996,7 @@ async def test_a_stop_in_the_moment_the_engine_becomes_ready_wins() -> None:
         return StubDevice(8, 16)
 
     async def stop_when_ready() -> None:
-        await engine._lifecycle.running.board.ready  # first in line, so that this stops before the start goes on
+        await engine._lifecycle.running.board.ready  # first in line, so that this stops before the start continues
         await engine.stop()
 
     async with asyncio.timeout(NET_SECONDS):
@@ -1013,7 +1013,7 @@ async def test_a_stop_in_the_moment_the_engine_becomes_ready_wins() -> None:
             engine.stream("p")
 
 
-async def test_a_cancelled_scope_around_an_engine_is_left_when_it_is_closed() -> None:
+async def test_cancelled_scope_around_an_engine_is_left_once_it_is_closed() -> None:
     before = traces()
     with anyio.CancelScope() as scope:
         async with stub() as engine:
@@ -1069,7 +1069,7 @@ async def test_generate_many_keeps_the_order_and_fits_any_queue() -> None:
             await until(lambda engine=engine: at_rest(engine))
 
 
-async def test_others_have_their_turns_while_many_prompts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_loop_runs_other_tasks_while_many_prompts_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "TURN_SECONDS", 0.0)
     events: list[str] = []
     parse = requests.parse_prompt
@@ -1086,7 +1086,9 @@ async def test_others_have_their_turns_while_many_prompts_are_read(monkeypatch: 
             events.append("turn")
         assert events.count("read") == len(prompts)
         assert all(pair != ("read", "read") for pair in itertools.pairwise(events))
-        assert [result.token_ids for result in await many] == [expected_tokens(p, 2) for p in prompts], "it had begun"
+        assert [result.token_ids for result in await many] == [expected_tokens(p, 2) for p in prompts], (
+            "begun before the drain"
+        )
         assert await drain == 0
 
 
@@ -1105,7 +1107,7 @@ async def test_generate_many_shows_progress_only_when_asked(capfd: pytest.Captur
     assert monitors() <= before
 
 
-async def test_generate_many_checks_every_prompt_before_the_first_is_served() -> None:
+async def test_generate_many_checks_every_prompt_before_serving_any() -> None:
     async with stub() as engine:
         for prompts in (["fine", 3], [[1], []], 3, None, "a text is not a list of prompts"):
             with pytest.raises(errors.RequestRejected):
@@ -1115,7 +1117,7 @@ async def test_generate_many_checks_every_prompt_before_the_first_is_served() ->
         assert engine.stats().steps == 0
 
 
-async def test_the_first_error_of_many_cancels_the_rest() -> None:
+async def test_first_error_of_generate_many_cancels_the_rest() -> None:
     def next_token(token_ids: Sequence[int]) -> int:
         if token_ids[0] == ord("!"):
             raise ValueError("cursed")
@@ -1133,12 +1135,12 @@ async def test_the_first_error_of_many_cancels_the_rest() -> None:
 
 
 def conversation(*turns: str, system: str | None = None) -> Conversation:
-    """Turns by user and assistant in alternation."""
+    """User and assistant turns in alternation."""
     spoken = [Turn(("user", "assistant")[n % 2], text) for n, text in enumerate(turns)]
     return Conversation((*([] if system is None else [Turn("system", system)]), *spoken))
 
 
-async def test_a_chat_remembers_and_its_prefix_is_cached() -> None:
+async def test_chat_keeps_its_turns_and_its_prefix_is_cached() -> None:
     async with stub() as engine:
         chat = engine.chat("be a stub", max_tokens=40)
         assert chat.messages == [{"role": "system", "content": "be a stub"}]
@@ -1154,7 +1156,7 @@ async def test_a_chat_remembers_and_its_prefix_is_cached() -> None:
         ]
 
 
-async def test_a_chat_is_busy_while_an_answer_streams() -> None:
+async def test_chat_is_busy_while_an_answer_streams() -> None:
     async with gated() as (engine, gate):
         chat = engine.chat(max_tokens=20)
         answer = chat.say("hello")
@@ -1168,7 +1170,7 @@ async def test_a_chat_is_busy_while_an_answer_streams() -> None:
         await answer.aclose()
         heard = expected_text(conversation("hello"), 4)
         broken_off = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": heard}]
-        assert chat.messages == broken_off  # as far as it came
+        assert chat.messages == broken_off  # the part that was streamed
         gate.allow()
         again = await chat.say("go on", max_tokens=6).result()
         assert again.token_ids == expected_tokens(conversation("hello", heard, "go on"), 6)
@@ -1186,7 +1188,7 @@ async def test_leaving_the_loop_over_an_answer_frees_the_chat() -> None:
         await until(lambda: at_rest(engine))
 
 
-async def test_a_refused_or_failed_question_leaves_no_trace() -> None:
+async def test_refused_or_failed_question_is_not_kept() -> None:
     def next_token(token_ids: Sequence[int]) -> int:
         if b"curse" in bytes(token_ids):
             raise ValueError("cursed")
@@ -1213,7 +1215,7 @@ async def test_a_refused_or_failed_question_leaves_no_trace() -> None:
 # Logs.
 
 
-async def test_nothing_is_logged_unless_asked_for(
+async def test_nothing_is_logged_unless_configured(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with stub() as engine:
@@ -1269,7 +1271,7 @@ async def test_logs_go_to_structlog_where_the_host_configured_it(caplog: pytest.
 
 
 @pytest.mark.model
-async def test_the_real_model_answers_and_frees_everything() -> None:
+async def test_real_model_answers_and_frees_everything() -> None:
     async with started(Engine(block_count=64, token_budget=64)) as engine:
         assert at_rest(engine)
         result = await engine.generate("The capital of France is", max_tokens=8)
@@ -1284,7 +1286,7 @@ async def test_the_real_model_answers_and_frees_everything() -> None:
         again = await chat.say("Once more.").result()
         assert again.usage.cached_tokens > 0
 
-        # No polling here: a loop that turns and turns would take the interpreter from the device's thread.
+        # No polling here: a loop that never idles would keep the interpreter lock from the device's thread.
         stream = engine.stream("Once upon a time", max_tokens=500)
         async for _ in stream:
             break
@@ -1312,7 +1314,7 @@ async def test_the_real_model_answers_and_frees_everything() -> None:
 
 
 @pytest.mark.model
-async def test_the_real_model_is_closed_in_the_middle_of_a_stream() -> None:
+async def test_real_model_is_closed_within_a_stream() -> None:
     engine = Engine(block_count=64)
     async with started(engine):
         stream = engine.stream("Once upon a time", max_tokens=500)
@@ -1323,7 +1325,7 @@ async def test_the_real_model_is_closed_in_the_middle_of_a_stream() -> None:
 
 @pytest.mark.model
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-async def test_the_real_model_answers_with_quantized_weights(quantization: str) -> None:
+async def test_real_model_answers_with_quantized_weights(quantization: str) -> None:
     async with started(Engine(block_count=64, quantization=quantization, device="cpu")) as engine:
         greedy = await engine.generate("The capital of France is", max_tokens=8)
         assert "Paris" in greedy.text or quantization == "int4", "4 bits are few for so small a model"
@@ -1332,12 +1334,12 @@ async def test_the_real_model_answers_with_quantized_weights(quantization: str) 
 
 
 @pytest.mark.model
-async def test_a_decoder_that_cannot_be_is_refused_with_the_reason() -> None:
+async def test_unavailable_decoder_is_refused_with_the_reason() -> None:
     with pytest.raises(errors.ModelUnavailable, match="quantization 'int4' runs on the CPU only: give device='cpu'"):
         await Engine(quantization="int4", device="cuda").start()
 
 
-async def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+async def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 10, "max_position_embeddings": 10, "model_type": "llama"}')
     (tmp_path / "model.safetensors").write_bytes(b"")
     for folder in (tmp_path, tmp_path / "missing"):
@@ -1345,7 +1347,7 @@ async def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
             await Engine(folder).start()
 
 
-async def test_a_request_from_another_thread_is_refused() -> None:
+async def test_request_from_another_thread_is_refused() -> None:
     async with stub_engine() as engine:
         with pytest.raises(errors.EngineUnavailable, match="thread"):
             await asyncio.get_running_loop().run_in_executor(None, engine.stream, "from elsewhere")

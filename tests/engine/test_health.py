@@ -1,4 +1,4 @@
-"""What an engine says of how it is."""
+"""`Engine.health()`: states, reasons, phases, crashes and totals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def record() -> tuple[HealthRecord, Clock]:
     return HealthRecord(clock.now), clock
 
 
-def test_an_engine_that_was_not_started_is_starting_for_no_reason() -> None:
+def test_unstarted_engine_is_starting_without_a_reason() -> None:
     health = stub_engine().health()
     assert (health.state, health.reason, health.phase) == ("starting", "", "")
     assert health.restarts == {}
@@ -61,14 +61,14 @@ def test_an_engine_that_was_not_started_is_starting_for_no_reason() -> None:
     assert health.last_recovery is None
 
 
-async def test_the_states_of_an_engine_that_lives_and_ends_in_order() -> None:
+async def test_states_follow_the_life_of_an_engine_in_order() -> None:
     async with asyncio.timeout(NET_SECONDS), stub_engine() as engine:
         assert engine.health().state == "serving"
     assert engine.health().state == "closed"
     assert engine.health().reason == ""
 
 
-async def test_a_drain_shows_until_the_end() -> None:
+async def test_drain_shows_until_the_end() -> None:
     async with gated() as (engine, gate):
         stream = engine.stream("hello", max_tokens=3)
         draining = asyncio.create_task(engine.drain(60))
@@ -82,7 +82,7 @@ async def test_a_drain_shows_until_the_end() -> None:
         assert engine.health().state == "closed"
 
 
-async def test_every_crash_is_counted_and_the_last_are_remembered() -> None:
+async def test_every_crash_is_counted_and_the_last_are_kept() -> None:
     async with asyncio.timeout(NET_SECONDS), stub_engine() as engine:
         for number, actor in enumerate(ACTORS, 1):
             crash(engine, actor)
@@ -96,7 +96,7 @@ async def test_every_crash_is_counted_and_the_last_are_remembered() -> None:
     assert health.last_recovery is not None
 
 
-async def test_the_executor_s_loss_is_a_recovery_with_a_reason(tmp_path: Path) -> None:
+async def test_loss_of_the_executor_is_a_recovery_with_a_reason(tmp_path: Path) -> None:
     engine = Engine.from_parts("stub", lambda config: executors.parts(tmp_path, config))
     async with asyncio.timeout(NET_SECONDS), engine:
         stream = engine.stream("hello", max_tokens=4000)
@@ -114,9 +114,7 @@ async def test_the_executor_s_loss_is_a_recovery_with_a_reason(tmp_path: Path) -
         assert health.last_recovery.load_seconds > 0
 
 
-async def test_a_start_that_takes_long_says_again_and_again_what_it_is_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_long_start_logs_its_phase_repeatedly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuelight.core.lifecycle.REMIND_SECONDS", 0.001)
     (tmp_path / "hold the load").touch()
     engine = Engine.from_parts("stub", lambda config: executors.parts(tmp_path, config))
@@ -135,7 +133,7 @@ async def test_a_start_that_takes_long_says_again_and_again_what_it_is_at(
     assert not [each for each in entries[said:] if "phase" in each], "it has started"
 
 
-async def test_a_start_that_is_called_off_just_as_it_is_ready_brings_no_actor_down(tmp_path: Path) -> None:
+async def test_start_cancelled_just_as_it_is_ready_crashes_no_actor(tmp_path: Path) -> None:
     (tmp_path / "hold the load").touch()
     engine = Engine.from_parts("stub", lambda config: executors.parts(tmp_path, config))
     async with asyncio.timeout(NET_SECONDS):
@@ -151,7 +149,7 @@ async def test_a_start_that_is_called_off_just_as_it_is_ready_brings_no_actor_do
 
 
 @pytest.mark.parametrize("actor", ["scheduler", "cache"])
-async def test_totals_survive_whoever_counts_them(actor: str) -> None:
+async def test_totals_survive_the_actors_that_count_them(actor: str) -> None:
     async with asyncio.timeout(NET_SECONDS), stub_engine() as engine:
         seen = [engine.stats()]
         for lives in range(1, 4):
@@ -169,14 +167,14 @@ async def test_totals_survive_whoever_counts_them(actor: str) -> None:
     assert seen[-1].tokens_looked_up == 92
 
 
-def test_every_figure_is_a_total_or_holds_now() -> None:
+def test_every_figure_is_a_total_or_a_current_value() -> None:
     now = {"running", "waiting"}
     assert {field.name for field in msgspec.structs.fields(RequestFigures)} == now | set(REQUEST_TOTALS)
     now = {"blocks_total", "blocks_free", "blocks_cached", "host_blocks_total", "host_blocks_used"}
     assert {field.name for field in msgspec.structs.fields(BlockFigures)} == now | set(BLOCK_TOTALS)
 
 
-async def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+async def test_failed_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "cannot load").touch()
     engine = Engine.from_parts("stub", lambda config: executors.parts(tmp_path, config))
     with pytest.raises(errors.ModelUnavailable):
@@ -185,7 +183,7 @@ async def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     assert "no such weights" in engine.health().reason
 
 
-def test_only_the_last_crashes_are_kept_and_none_of_them_whole_where_it_is_long() -> None:
+def test_crashes_kept_are_the_last_and_long_texts_are_cut() -> None:
     health, clock = record()
     for number in range(2 * CRASHES_REMEMBERED):
         clock.seconds = float(number)
@@ -197,7 +195,7 @@ def test_only_the_last_crashes_are_kept_and_none_of_them_whole_where_it_is_long(
     assert {len(each.error) for each in told.crashes} == {ERROR_CHARS_MAX}
 
 
-def test_who_has_ended_does_not_come_back() -> None:
+def test_ended_engine_enters_no_earlier_state() -> None:
     health, _ = record()
     health.enter("serving")
     health.enter("unavailable", "it has given up")
@@ -210,7 +208,7 @@ def test_who_has_ended_does_not_come_back() -> None:
     assert (health.snapshot().state, health.snapshot().reason) == ("closed", "it has given up")
 
 
-async def test_the_board_calls_whom_it_concerns() -> None:
+async def test_status_board_calls_the_callbacks_of_an_event() -> None:
     called: list[object] = []
     health, _ = record()
     board = StatusBoard(
@@ -223,7 +221,7 @@ async def test_the_board_calls_whom_it_concerns() -> None:
     assert (health.snapshot().phase, health.snapshot().load_phases) == ("", {"reading": 1.5, "warm up": 0.75})
     board.tell(Ready(100))
     board.tell(Ready(100))
-    board.tell(Loading("another one, for which nobody waits"))
+    board.tell(Loading("a later load, not part of the start"))
     board.tell(Loaded(1.0, ()))
     health.enter("serving")
     board.tell(Recovering("gone"))
@@ -251,7 +249,7 @@ class Terminal(io.StringIO):
     ],
     ids=["terminal", "log", "silent"],
 )
-def test_a_phase_takes_the_place_of_the_one_before_on_a_terminal(
+def test_phase_replaces_the_one_before_on_a_terminal(
     stderr: type[io.StringIO], shown: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = stderr()
@@ -265,7 +263,7 @@ def test_a_phase_takes_the_place_of_the_one_before_on_a_terminal(
     assert written.getvalue() == expected
 
 
-async def test_giving_up_before_the_start_is_a_start_that_fails() -> None:
+async def test_giving_up_before_the_start_fails_the_start() -> None:
     health, _ = record()
     board = StatusBoard(health, StatusCallbacks(lambda: None, pytest.fail))
     board.tell(GaveUp("it dies all the time"))

@@ -1,4 +1,4 @@
-"""The client's end of a stream takes each token once, whoever tells it again."""
+"""The client's end of a stream takes each token once, also where tokens are sent again."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def chunk(position: int, text: str, *token_ids: int) -> Chunk:
     return Chunk(ID, position, token_ids, text)
 
 
-def test_what_is_told_again_is_left_aside(inbox: Inbox) -> None:
+def test_repeated_chunks_are_ignored(inbox: Inbox) -> None:
     for each in (chunk(0, "a", 97), chunk(1, "b", 98), chunk(0, "a", 97), chunk(1, "b", 98), chunk(2, "c", 99)):
         inbox.tell(each)
     assert (inbox.token_ids, "".join(inbox.texts)) == ([97, 98, 99], "abc")
 
 
-def test_the_text_that_was_held_back_comes_once(inbox: Inbox) -> None:
+def test_text_held_back_is_taken_once(inbox: Inbox) -> None:
     for each in (chunk(0, "", 97), chunk(1, "ST"), chunk(0, "", 97), chunk(1, "ST"), END, END, chunk(1, "c", 99)):
         inbox.tell(each)
     assert (inbox.token_ids, "".join(inbox.texts)) == ([97], "ST")
     assert inbox.end == END
 
 
-def test_a_token_that_is_missing_is_our_bug(inbox: Inbox) -> None:
+def test_missing_token_is_an_assertion_error(inbox: Inbox) -> None:
     inbox.tell(chunk(0, "a", 97))
     with pytest.raises(AssertionError, match="skip"):
         inbox.tell(chunk(2, "c", 99))
 
 
-def test_the_first_end_is_the_end(inbox: Inbox) -> None:
+def test_first_end_is_final(inbox: Inbox) -> None:
     inbox.tell(Accepted(ID, 1))
     inbox.tell(END)
     ended_at = inbox.ended_at
@@ -54,7 +54,7 @@ def test_the_first_end_is_the_end(inbox: Inbox) -> None:
     assert (inbox.end, inbox.error, inbox.ended_at) == (END, None, ended_at)
 
 
-def test_once_accepted_there_was_room(inbox: Inbox) -> None:
+def test_queue_full_after_acceptance_is_ignored(inbox: Inbox) -> None:
     """A copy that was sent before the request was accepted may reach a new intake first."""
     inbox.tell(Accepted(ID, 1))
     inbox.tell(Rejected(ID, Refusal.QUEUE_FULL, "no room"))

@@ -39,7 +39,7 @@ QUESTION = "Answer with one word only: what is the capital of France?"
 
 
 class Reference:
-    """What `transformers` does with a prompt alone."""
+    """Outputs of `transformers` for a prompt alone."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -48,17 +48,17 @@ class Reference:
         self.model.generation_config.eos_token_id = None
         self._greedy: dict[tuple[int, ...], list[int]] = {}
         self._right: set[tuple[tuple[int, ...], tuple[int, ...], Sampling]] = set()
-        """Prompts with outputs that were found to be right, so that the other decoder may say the same for nothing."""
+        """Outputs found to be right, with prompt and sampling: the other decoder's equal outputs need no check."""
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The next `count` tokens, end tokens or not."""
+        """Return the next `count` tokens, end tokens included."""
         known = self._greedy.setdefault(tuple(prompt), [])
         if len(known) < count:
             known[:] = self._generate(prompt, max_new_tokens=count)
         return known[:count]
 
     def greedy_after(self, prompt: Sequence[int], count: int, min_tokens: int) -> list[int]:
-        """Up to `count` tokens, with no end token among the first `min_tokens`."""
+        """Return up to `count` tokens, with no end token among the first `min_tokens`."""
         return self._generate(prompt, max_new_tokens=count, min_new_tokens=min_tokens, eos_token_id=EOS)
 
     def _generate(self, prompt: Sequence[int], **options: int) -> list[int]:
@@ -68,17 +68,17 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
-        """[len(output), vocabulary]: what each token of `output` was chosen from, in one pass over all of it."""
+        """[len(output), vocabulary]: the logits that each token of `output` was chosen from, computed in one pass."""
         ids = torch.tensor([[*prompt, *output[:-1]]])
         return self.model(input_ids=ids, use_cache=False, logits_to_keep=len(output)).logits[0]
 
     def check_greedy(self, prompt: Sequence[int], result: Result, max_tokens: int) -> None:
-        """The result is the greedy continuation, up to an end token or `max_tokens`."""
+        """Check that the result is the greedy continuation, up to an end token or `max_tokens`."""
         self.check_best(prompt, result)
         self.check_end(result, max_tokens)
 
     def check_best(self, prompt: Sequence[int], result: Result) -> None:
-        """Each token is the best after the prompt and the tokens before it, and the text is theirs."""
+        """Check that each token is the best after the tokens before it, and that the text is that of the tokens."""
         self.check_text(result)
         case = (tuple(prompt), result.token_ids, Sampling())
         if case in self._right:
@@ -95,7 +95,7 @@ class Reference:
         self._right.add(case)
 
     def check_sampled(self, prompt: Sequence[int], result: Result, sampling: Sampling) -> None:
-        """Each token is what this sampling chooses after the prompt and those before it, and the text is theirs."""
+        """Check that `sampling` chooses each token after those before it, and that the text is theirs."""
         self.check_text(result)
         case = (tuple(prompt), result.token_ids, sampling)
         if case not in self._right:
@@ -147,19 +147,19 @@ async def engine(model_folder: Path, decoder: str) -> AsyncIterator[Engine]:
 
 @pytest.fixture(scope="module")
 def passages(reference: Reference) -> list[list[int]]:
-    """The texts as tokens."""
+    """Return the texts as tokens."""
     return [reference.tokenizer(text).input_ids for text in texts.ALL]
 
 
 def cut(passages: list[list[int]], length: int, chance: random.Random) -> list[int]:
-    """`length` tokens in a row from one of the texts that are long enough."""
+    """Return `length` consecutive tokens of one of the texts that are long enough."""
     text = chance.choice([text for text in passages if len(text) >= length])
     start = chance.randint(0, len(text) - length)
     return text[start : start + length]
 
 
 class Arrivals:
-    """Lets requests arrive while others run: one more after every few chunks, and at every end."""
+    """Submit requests while others run: one after every few chunks, and at every end."""
 
     def __init__(self, at_once: int, chunks_each: int) -> None:
         self._turns = asyncio.Semaphore(at_once)
@@ -173,7 +173,7 @@ class Arrivals:
         self._turns.release()
 
     async def read(self, stream: Stream) -> Result:
-        """Read to the end; what came in chunks is what the result says."""
+        """Read to the end, and check that the chunks add up to the result."""
         texts_read: list[str] = []
         token_ids: list[int] = []
         async for chunk in stream:
@@ -195,12 +195,12 @@ async def at_rest(engine: Engine) -> None:
     for _ in range(100):
         if not engine.stats().running and engine.stats().blocks_free == engine.stats().blocks_total:
             return
-        # Each asks for one step and more, so that this is no busy wait.
+        # Each generate() takes a step or more, so this is no busy wait.
         await engine.generate([1], max_tokens=1)
     raise AssertionError("blocks are lost")
 
 
-async def test_each_output_is_what_transformers_gives_for_its_prompt_alone(
+async def test_each_output_is_that_of_transformers_for_its_prompt_alone(
     engine: Engine, reference: Reference, passages: list[list[int]]
 ) -> None:
     chance = random.Random(1)
@@ -230,10 +230,10 @@ async def test_each_output_is_what_transformers_gives_for_its_prompt_alone(
         reference.check_greedy(prompt, result, limit)
 
 
-async def test_transformers_generate_agrees_with_the_judge_of_the_other_tests(
+async def test_transformers_generate_agrees_with_the_reference(
     engine: Engine, reference: Reference, passages: list[list[int]]
 ) -> None:
-    """The others check each token in one pass over prompt and output; here `generate` runs token by token."""
+    """The other tests check each token in one pass over prompt and output; here `generate` runs token by token."""
     chance = random.Random(2)
     prompts = [cut(passages, length, chance) for length in (5, 60, 130)]
     results = await engine.generate_many(prompts, max_tokens=8, ignore_eos=True)
@@ -242,10 +242,10 @@ async def test_transformers_generate_agrees_with_the_judge_of_the_other_tests(
 
 
 @pytest.mark.usefixtures("one_thread")
-async def test_blocks_that_leave_for_host_memory_and_come_back_change_nothing(
+async def test_blocks_saved_to_and_loaded_from_host_memory_change_no_output(
     model_folder: Path, decoder: str, reference: Reference, passages: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool holds less than half of what is asked at once: requests lose their blocks all the time."""
+    """The pool holds less than half of what the requests need at once: requests are preempted all the time."""
     moved = dict.fromkeys(CopyKind, 0)
     kind = {"transformers": ModelRunner, "native": NativeRunner}[decoder]
     copy = kind.copy
@@ -284,7 +284,7 @@ async def test_blocks_that_leave_for_host_memory_and_come_back_change_nothing(
         reference.check_best(prompt, result)
 
 
-async def test_shared_prefixes_are_found_and_change_nothing(
+async def test_shared_prefixes_are_found_and_change_no_output(
     engine: Engine, reference: Reference, passages: list[list[int]]
 ) -> None:
     chance = random.Random(3)
@@ -292,7 +292,7 @@ async def test_shared_prefixes_are_found_and_change_nothing(
     prompts = [
         stem[: chance.choice([32, 50, 64, 100, 120])] + cut(passages, chance.randint(1, 40), chance) for _ in "12345678"
     ]
-    # The same prompt twice over, whole blocks long: all but its last block can be found.
+    # The same prompt twice, whole blocks long: all but its last block can be found.
     prompts += [stem[:96], stem[:96]]
     arrivals = Arrivals(at_once=2, chunks_each=6)
     tasks = []
@@ -307,7 +307,7 @@ async def test_shared_prefixes_are_found_and_change_nothing(
         reference.check_greedy(prompt, result, 5)
 
 
-async def test_a_chat_of_several_turns(engine: Engine, reference: Reference) -> None:
+async def test_chat_of_several_turns(engine: Engine, reference: Reference) -> None:
     chat = engine.chat(system="You are a patient teacher. Keep it short.", max_tokens=6)
     for turn, text in enumerate(["Why is the sky blue?", "And at sunset? 🌅", "Danke! Zähle bis fünf."]):
         prompt = reference.chat_ids([*chat.messages, {"role": "user", "content": text}])
@@ -318,7 +318,7 @@ async def test_a_chat_of_several_turns(engine: Engine, reference: Reference) -> 
         assert chat.messages[-1] == {"role": "assistant", "content": result.text}
 
 
-async def test_cancelled_requests_disturb_nobody(
+async def test_cancelled_requests_change_no_other_output(
     engine: Engine, reference: Reference, passages: list[list[int]]
 ) -> None:
     chance = random.Random(4)
@@ -360,7 +360,7 @@ SAMPLED = (
 )
 
 
-async def test_a_seed_decides_alone_whatever_runs_beside_it(
+async def test_sampled_output_depends_on_its_seed_alone(
     engine: Engine, reference: Reference, passages: list[list[int]]
 ) -> None:
     chance = random.Random(5)
@@ -380,11 +380,11 @@ async def test_a_seed_decides_alone_whatever_runs_beside_it(
     assert other.token_ids != together[0].token_ids
 
 
-async def test_ends_are_where_the_tokens_say(engine: Engine, reference: Reference) -> None:
+async def test_requests_end_where_their_tokens_say(engine: Engine, reference: Reference) -> None:
     prompt = reference.chat_ids([{"role": "user", "content": QUESTION}])
     tokens = reference.greedy(prompt, 16)
     end = tokens.index(EOS)
-    assert 1 <= end < 12, "the question must be answered within the limit"
+    assert 1 <= end < 12, "the answer to QUESTION must end within the limit"
 
     plain, beyond, least = await asyncio.gather(
         engine.generate(prompt, max_tokens=16),
@@ -401,7 +401,7 @@ async def test_ends_are_where_the_tokens_say(engine: Engine, reference: Referenc
         reference.check_text(result)
 
 
-async def test_stop_tokens_and_stop_strings_cut_where_they_come_first(
+async def test_stop_tokens_and_stop_strings_cut_at_the_first_match(
     engine: Engine, reference: Reference, passages: list[list[int]]
 ) -> None:
     prompt = passages[0][100:160]

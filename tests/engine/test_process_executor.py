@@ -1,4 +1,4 @@
-"""The executor in a process of its own: however it dies, every stream goes on with the tokens of an undisturbed run."""
+"""An executor in its own process: however it dies, every stream continues with the tokens of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cuelight.kernel import System
 from cuelight.testing import crash, decode, encode, next_letter, stub_engine, stub_parts
 
 NET_SECONDS = 120.0
-"""A safety net around everything that waits; no test measures by it."""
+"""Timeout around everything that waits; no test measures by it."""
 
 TOKENS = 60
 
@@ -43,7 +43,7 @@ def expected(prompt: str, count: int = TOKENS) -> str:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(NET_SECONDS):
-        while not condition():  # noqa: ASYNC110  # what it waits for is any state, not an event
+        while not condition():  # noqa: ASYNC110  # waits for a state
             await asyncio.sleep(0.002)
 
 
@@ -51,21 +51,21 @@ OTHERS: set[int] = set()
 
 
 def children() -> set[int]:
-    """The processes this test has started."""
+    """The processes that this test has started."""
     return _all_children() - OTHERS
 
 
 def _all_children() -> set[int]:
     found: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):  # a thread that ended meanwhile
+        with suppress(OSError):  # a thread that has ended meanwhile
             found |= set(map(int, file.read_text().split()))
     return found
 
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_old_is_collected() -> Iterator[None]:
-    """What other tests have left is looked at once, and not before each of these."""
+    """Freeze the objects of earlier tests, so that each test here does not collect them again."""
     gc.collect()
     gc.freeze()
     yield
@@ -74,35 +74,35 @@ def nothing_old_is_collected() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits before the next life."""
+    """Restart executors without a delay."""
     restart_policy = replace(cuelight.core.parts.EXECUTOR_RESTART_POLICY, backoff_seconds=0.0, backoff_max_seconds=0.0)
     monkeypatch.setattr(cuelight.core.parts, "EXECUTOR_RESTART_POLICY", restart_policy)
 
 
 @pytest.fixture(autouse=True)
 def only_own_children() -> Iterator[None]:
-    """Others may have been there before, such as one that keeps books for `multiprocessing`."""
-    gc.collect()  # what earlier tests have left is not to go in the middle of one
+    """Leave out processes that were there before, such as the resource tracker of `multiprocessing`."""
+    gc.collect()  # garbage of earlier tests must not be collected within this one
     OTHERS.update(_all_children())
     yield
     OTHERS.clear()
 
 
 def traces() -> set[object]:
-    """Whatever an engine could leave behind, each by its identity: what was there before may go or stay."""
+    """Threads, tasks, processes and files, each by its identity; those from before the test may end or stay."""
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("cuelight")}
     return {*threads, *asyncio.all_tasks(), *children(), *descriptors()}
 
 
 def descriptors() -> Iterator[tuple[str, Path]]:
-    """With what each of them is: a socket or pipe has a number of its own."""
+    """Each file descriptor with its target: a socket or pipe has a unique number."""
     for file in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # such as the one by which this folder is read
+        with suppress(OSError):  # such as the descriptor by which this folder is read
             yield file.name, file.readlink()
 
 
 async def until_gone(before: set[object]) -> None:
-    """Wait until nothing is left but what was there before."""
+    """Wait until only `before` is left."""
     await until(lambda: traces() <= before)
 
 
@@ -115,9 +115,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @asynccontextmanager
 async def serving(folder: Path, **options: Unpack[EngineOptions]) -> AsyncIterator[Engine]:
-    """An engine in whose process everything is as the folder says; afterwards nothing may be left of it."""
+    """An engine whose process does what the files in `folder` say; checks that nothing of it is left at the end."""
     async with asyncio.timeout(NET_SECONDS):
-        async with stub_engine():  # what the first engine of all leaves in this process is not this one's
+        async with stub_engine():  # resources that the first engine leaves in this process do not belong to this one
             pass
         before = traces()
         options = {"executor": "process", **options}
@@ -140,16 +140,16 @@ def submitted(engine: Engine, count: int = 6) -> dict[str, Stream]:
     return {f"prompt {n}": engine.stream(f"prompt {n}", max_tokens=TOKENS) for n in range(count)}
 
 
-async def test_it_serves_from_another_process(folder: Path) -> None:
+async def test_requests_are_served_from_another_process(folder: Path) -> None:
     async with serving(folder) as engine:
         await check_all(submitted(engine))
         assert set(executors.lives(folder)) == children()
         health = engine.health()
         assert (health.state, health.restarts, health.last_recovery) == ("serving", {}, None)
-        assert list(health.load_phases) == ["read weights"], "which only the child has timed"
+        assert list(health.load_phases) == ["read weights"], "phases that only the child has timed"
 
 
-async def test_a_process_that_is_killed_amid_streams_costs_no_token(folder: Path) -> None:
+async def test_killed_process_loses_no_token(folder: Path) -> None:
     async with serving(folder) as engine:
         for deaths, number in enumerate((signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV), 1):
             (folder / "hold the steps").touch()
@@ -164,7 +164,7 @@ async def test_a_process_that_is_killed_amid_streams_costs_no_token(folder: Path
             assert health.last_recovery is not None
 
 
-async def test_a_process_that_exits_by_itself_costs_no_token(folder: Path) -> None:
+async def test_exiting_process_loses_no_token(folder: Path) -> None:
     async with serving(folder) as engine:
         for trick in ("exit once", "raise SystemExit once"):
             (folder / trick).touch()
@@ -172,8 +172,8 @@ async def test_a_process_that_exits_by_itself_costs_no_token(folder: Path) -> No
             assert not (folder / trick).exists()
 
 
-async def test_a_process_that_hangs_is_killed_and_costs_no_token(folder: Path) -> None:
-    # Where a healthy step takes longer than that, its process is killed as well, which must not cost a token either.
+async def test_hanging_process_is_killed_and_loses_no_token(folder: Path) -> None:
+    # Where a healthy step takes longer than the limit, its process is killed as well, which must lose no token either.
     async with serving(folder, step_timeout_seconds=0.5, restarts_max=1000) as engine:
         for trick in ("stop once", "spin once"):
             (folder / trick).touch()
@@ -184,19 +184,19 @@ async def test_a_process_that_hangs_is_killed_and_costs_no_token(folder: Path) -
         assert "it was killed" in health.crashes[0].error
 
 
-async def test_a_process_that_is_killed_again_and_again_costs_no_token(folder: Path) -> None:
+async def test_process_killed_repeatedly_loses_no_token(folder: Path) -> None:
     async with serving(folder) as engine:
         streams = submitted(engine)
         for death in range(1, 4):
             await until(lambda: any(stream.inbox.token_ids for stream in streams.values()))
-            with suppress(ProcessLookupError):  # as it has been asked for, and is not there yet
+            with suppress(ProcessLookupError):  # killed already, and its successor has not started
                 os.kill(executors.lives(folder)[-1], signal.SIGKILL)
             await until(lambda death=death: engine.health().restarts.get("executor", 0) >= death)
             await until(lambda death=death: len(executors.lives(folder)) > death)
         await check_all(streams)
 
 
-async def test_a_process_that_dies_while_it_loads_is_replaced(folder: Path) -> None:
+async def test_process_that_dies_while_loading_is_replaced(folder: Path) -> None:
     async with serving(folder) as engine:
         streams = submitted(engine)
         (folder / "hold the load").touch()
@@ -211,7 +211,7 @@ async def test_a_process_that_dies_while_it_loads_is_replaced(folder: Path) -> N
         await until(lambda: engine.health().state == "serving")
 
 
-async def test_a_process_that_dies_at_the_start_is_replaced(folder: Path) -> None:
+async def test_process_that_dies_at_the_start_is_replaced(folder: Path) -> None:
     (folder / "die at birth").touch()
     (folder / "hold the load").touch()
     engine = Engine.from_parts("stub", lambda config: executors.parts(folder, config), executor="process")
@@ -228,9 +228,7 @@ async def test_a_process_that_dies_at_the_start_is_replaced(folder: Path) -> Non
         await engine.stop()
 
 
-async def test_a_process_that_never_says_a_word_is_an_error_of_the_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_process_is_an_error_of_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "hold the birth").touch()
     async with stub_engine():
         pass
@@ -244,13 +242,13 @@ async def test_a_process_that_never_says_a_word_is_an_error_of_the_start(
 
 
 class Unborn:
-    """What no process can make sense of."""
+    """An object that no process can unpickle."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return int, ("no number",)
 
 
-async def test_a_process_that_cannot_be_told_what_to_play_is_an_error_of_the_start() -> None:
+async def test_process_that_cannot_unpickle_its_actor_is_an_error_of_the_start() -> None:
     stub = stub_parts(EngineConfig())
     ensemble = replace(stub, load_device=partial(print, Unborn()))
     engine = Engine.from_parts("stub", lambda _: ensemble, executor="process")
@@ -260,7 +258,7 @@ async def test_a_process_that_cannot_be_told_what_to_play_is_an_error_of_the_sta
         assert engine.health().restarts == {}
 
 
-async def test_a_cancelled_reload_leaves_no_process_that_hangs(
+async def test_cancelled_reload_leaves_no_hanging_process(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cuelight.core.reload.LINGER_SECONDS", 0.0)
@@ -285,7 +283,7 @@ async def test_a_cancelled_reload_leaves_no_process_that_hangs(
         await check_all(submitted(engine))
 
 
-async def test_a_model_that_does_not_load_is_an_error_of_the_start(folder: Path) -> None:
+async def test_model_that_does_not_load_is_an_error_of_the_start(folder: Path) -> None:
     (folder / "cannot load").touch()
     with pytest.raises(errors.ModelUnavailable, match="no such weights"):
         async with serving(folder):
@@ -293,14 +291,14 @@ async def test_a_model_that_does_not_load_is_an_error_of_the_start(folder: Path)
 
 
 @pytest.mark.parametrize("trick", ["exit at birth", "exit while loading"])
-async def test_a_process_that_dies_at_every_start_is_an_error_of_the_start(folder: Path, trick: str) -> None:
+async def test_process_that_dies_at_every_start_is_an_error_of_the_start(folder: Path, trick: str) -> None:
     (folder / trick).touch()
     with pytest.raises(errors.ModelUnavailable, match="status 3"):
         async with serving(folder, restarts_max=1):
             pass
 
 
-async def test_a_load_that_fails_for_a_while_is_tried_again(folder: Path) -> None:
+async def test_load_that_fails_for_a_while_is_retried(folder: Path) -> None:
     async with serving(folder) as engine:
         streams = submitted(engine)
         (folder / "cannot load").touch()
@@ -310,7 +308,7 @@ async def test_a_load_that_fails_for_a_while_is_tried_again(folder: Path) -> Non
         await check_all(streams)
 
 
-async def test_an_engine_that_cannot_recover_gives_up_and_gives_everything_back(folder: Path) -> None:
+async def test_engine_that_cannot_recover_gives_up_and_frees_everything(folder: Path) -> None:
     others = set(threading.enumerate())
     async with serving(folder, restarts_max=2) as engine:
         (folder / "hold the steps").touch()
@@ -332,7 +330,7 @@ async def test_an_engine_that_cannot_recover_gives_up_and_gives_everything_back(
     assert "no such weights" in engine.health().reason
 
 
-async def test_a_request_that_kills_the_process_fails_alone(folder: Path) -> None:
+async def test_request_that_kills_the_process_fails_alone(folder: Path) -> None:
     async with serving(folder) as engine:
         poison = engine.stream("!", max_tokens=TOKENS)
         streams = submitted(engine)
@@ -343,7 +341,7 @@ async def test_a_request_that_kills_the_process_fails_alone(folder: Path) -> Non
         await check_all(submitted(engine))
 
 
-async def test_a_request_on_which_a_step_raises_fails_alone_and_the_process_lives_on(folder: Path) -> None:
+async def test_request_whose_step_raises_fails_alone_and_the_process_lives(folder: Path) -> None:
     async with serving(folder) as engine:
         bad = engine.stream("?", max_tokens=TOKENS)
         streams = submitted(engine)
@@ -353,7 +351,7 @@ async def test_a_request_on_which_a_step_raises_fails_alone_and_the_process_live
         assert engine.health().restarts == {}
 
 
-async def test_a_stopped_process_does_not_hold_up_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopped_process_does_not_delay_the_close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuelight.core.lifecycle.LINGER_SECONDS", 0.1)
     async with serving(folder) as engine:
         submitted(engine)
@@ -365,7 +363,7 @@ def has_host(system: System) -> bool:
 
 
 @pytest.mark.parametrize("moment", ["its actors begin", "the model is loaded"])
-async def test_a_start_that_is_cancelled_leaves_nothing(
+async def test_cancelled_start_leaves_nothing_behind(
     folder: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cuelight.core.lifecycle.LINGER_SECONDS", 0.1)
@@ -377,7 +375,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(
     starting = asyncio.create_task(engine.start())
     if moment == "its actors begin":
         async with asyncio.timeout(NET_SECONDS):
-            while engine.system is None or not has_host(engine.system):  # noqa: ASYNC110  # it is no event
+            while engine.system is None or not has_host(engine.system):  # noqa: ASYNC110  # waits for a state
                 await asyncio.sleep(0)  # that moment is one turn of the loop
     else:
         await until(lambda: engine.health().phase == "loading the model: read weights")
@@ -387,7 +385,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(
     await until_gone(before)
 
 
-async def test_a_stop_ends_a_start_that_hangs(folder: Path) -> None:
+async def test_stop_ends_a_hanging_start(folder: Path) -> None:
     (folder / "hold the birth").touch()
     async with stub_engine():
         pass
@@ -396,7 +394,7 @@ async def test_a_stop_ends_a_start_that_hangs(folder: Path) -> None:
     starting = asyncio.create_task(engine.start())
     await until(lambda: len(children()) == 1)
     for child in children():
-        os.kill(child, signal.SIGSTOP)  # before its first word
+        os.kill(child, signal.SIGSTOP)  # before its first message
     async with asyncio.timeout(NET_SECONDS):
         await engine.stop()
         with pytest.raises(errors.EngineClosed):
@@ -404,7 +402,7 @@ async def test_a_stop_ends_a_start_that_hangs(folder: Path) -> None:
     await until_gone(before)
 
 
-async def test_what_no_process_can_import_is_a_mistake_in_the_options() -> None:
+async def test_device_that_no_process_can_import_is_an_option_error() -> None:
     with pytest.raises(errors.ConfigError, match="cannot be imported by another process"):
         async with stub_engine(next_token=lambda _: 65, executor="process"):
             pass
@@ -430,10 +428,10 @@ asyncio.run(main())
 """
 
 
-async def test_it_needs_no_output_and_dies_with_the_program(folder: Path) -> None:
+async def test_process_needs_no_output_and_dies_with_the_program(folder: Path) -> None:
     program = [sys.executable, "-c", SCRIPT, str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(program, env=environment) as parent:  # noqa: ASYNC220  # it begins at once
+    with subprocess.Popen(program, env=environment) as parent:  # noqa: ASYNC220  # the child must start at once
         await until((folder / "ready").exists)
         child = os.pidfd_open(executors.lives(folder)[0])
         parent.kill()
@@ -447,7 +445,7 @@ async def test_it_needs_no_output_and_dies_with_the_program(folder: Path) -> Non
 
 @pytest.fixture(scope="module")
 def model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small one that speaks in the default model's tokens."""
+    """A small model with the default model's tokens."""
     import transformers
     from tiny_models import GROUPED, save
 
@@ -466,7 +464,7 @@ PHASES = {
 
 @pytest.mark.model
 @pytest.mark.parametrize("decoder", ["native", "transformers"])
-async def test_a_model_gives_the_same_there_and_after_its_loss(
+async def test_model_gives_the_same_tokens_in_a_process_and_after_its_loss(
     decoder: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # several threads of torch take minutes where cores are shared
@@ -477,7 +475,7 @@ async def test_a_model_gives_the_same_there_and_after_its_loss(
             after_loss = await lost_amid(engine)
         async with Engine(model, executor="process", **options) as engine:
             assert set(engine.health().load_phases) - {"host memory"} == PHASES[decoder]
-            if decoder == "native":  # it takes another process seconds to import transformers
+            if decoder == "native":  # another process takes seconds to import transformers
                 there = await lost_amid(engine)
             else:
                 there = await asyncio.gather(*[stream.result() for stream in streams_of(engine)])
@@ -492,7 +490,7 @@ def streams_of(engine: Engine) -> list[Stream]:
 
 
 async def lost_amid(engine: Engine) -> list[Result]:
-    """What streams give amid which the executor is lost."""
+    """Outputs of streams during which the executor is lost."""
     engine.forget_prefixes()
     streams = streams_of(engine)
     await until(lambda: all(len(stream.inbox.token_ids) >= 5 for stream in streams))
@@ -502,8 +500,10 @@ async def lost_amid(engine: Engine) -> list[Result]:
     return results
 
 
-async def test_a_journal_of_it_is_replayed_for_all_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps that were lost with the process were told, and never delivered: that is no difference."""
+async def test_journal_of_a_lost_process_replays_for_all_other_actors(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps lost with the process were sent and never delivered: no difference."""
     journal = folder / "engine.cuelog"
     async with asyncio.timeout(NET_SECONDS), stub_engine(executor="process", journal=journal) as engine:
         for _ in range(2):

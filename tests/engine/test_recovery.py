@@ -1,4 +1,4 @@
-"""An engine whose actors die one by one: each is rebuilt from its neighbours; no stream loses or repeats a token."""
+"""Actors of an engine die: each is rebuilt from its peers, and no stream loses or repeats a token."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ async def died(engine: Engine, actor: str, times: int = 1) -> None:
     before = engine.health().restarts.get(actor, 0)
     for death in range(1, times + 1):
         crash(engine, actor)
-        while engine.health().restarts.get(actor, 0) < before + death:  # between two lives it cannot
+        while engine.health().restarts.get(actor, 0) < before + death:  # a crash between two lives has no effect
             crash(engine, actor)
             await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("actor", ACTORS)
-async def test_streams_go_on_when_an_actor_dies_amid_them(actor: str) -> None:
+async def test_streams_continue_when_an_actor_dies(actor: str) -> None:
     async with gated() as (engine, gate):
         streams = submitted(engine)
         gate.allow(30)
@@ -64,7 +64,7 @@ async def test_streams_go_on_when_an_actor_dies_amid_them(actor: str) -> None:
 
 
 @pytest.mark.parametrize("actor", ACTORS)
-async def test_an_actor_may_die_before_it_has_done_anything(actor: str) -> None:
+async def test_actor_dies_before_its_first_work(actor: str) -> None:
     async with asyncio.timeout(NET_SECONDS), stub_engine() as engine:
         streams = submitted(engine)
         crash(engine, actor)
@@ -73,7 +73,7 @@ async def test_an_actor_may_die_before_it_has_done_anything(actor: str) -> None:
 
 
 @pytest.mark.parametrize("actor", ACTORS)
-async def test_an_actor_may_die_many_times_in_a_row(actor: str) -> None:
+async def test_actor_dies_repeatedly(actor: str) -> None:
     async with gated() as (engine, gate):
         streams = submitted(engine)
         gate.allow(20)
@@ -85,7 +85,7 @@ async def test_an_actor_may_die_many_times_in_a_row(actor: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_all_of_them_may_die_in_any_order(seed: int) -> None:
+async def test_actors_die_in_any_order(seed: int) -> None:
     chance = random.Random(seed)
     async with gated() as (engine, gate):
         streams = submitted(engine, 12)
@@ -100,7 +100,7 @@ async def test_all_of_them_may_die_in_any_order(seed: int) -> None:
         await until(lambda: at_rest(engine) and not engine._lifecycle.open_requests)
 
 
-async def test_those_who_have_left_stay_away_when_intake_is_new() -> None:
+async def test_cancelled_streams_stay_cancelled_after_intake_restarts() -> None:
     async with gated() as (engine, gate):
         streams = submitted(engine)
         gate.allow(12)
@@ -114,7 +114,7 @@ async def test_those_who_have_left_stay_away_when_intake_is_new() -> None:
         await until(lambda: at_rest(engine) and not engine._lifecycle.open_requests)
 
 
-async def test_samples_of_one_prompt_go_on_when_intake_is_new() -> None:
+async def test_samples_of_one_prompt_continue_after_intake_restarts() -> None:
     async with gated() as (engine, gate):
         samples = engine.samples("prompt", 4, max_tokens=TOKENS)
         crash(engine, "intake")
@@ -123,7 +123,7 @@ async def test_samples_of_one_prompt_go_on_when_intake_is_new() -> None:
             assert (await stream.result()).token_ids == expected_tokens("prompt", TOKENS)
 
 
-async def test_the_tenants_that_there_are_outlive_intake() -> None:
+async def test_tenants_outlive_intake() -> None:
     async with gated() as (engine, gate):
         engine.set_policy("fair", tenant_weights={"a": 1.0, "b": 2.0})
         await died(engine, "intake", times=2)
@@ -135,7 +135,7 @@ async def test_the_tenants_that_there_are_outlive_intake() -> None:
 
 
 @pytest.mark.parametrize("victims", [("intake",), ("scheduler",), ("intake", "scheduler")], ids=str)
-async def test_the_policy_outlives_intake_and_the_scheduler(victims: tuple[str, ...]) -> None:
+async def test_policy_outlives_intake_and_the_scheduler(victims: tuple[str, ...]) -> None:
     async with gated(running_max=1) as (engine, gate):
         running = engine.stream("running", max_tokens=3)
         await until(lambda: engine.stats().running == 1)
@@ -149,8 +149,8 @@ async def test_the_policy_outlives_intake_and_the_scheduler(victims: tuple[str, 
         assert high.inbox.ended_at < low.inbox.first_token_at
 
 
-async def test_a_request_without_a_seed_is_the_same_one_when_it_is_sent_again() -> None:
-    """Its seed is drawn once, before intake hears of it."""
+async def test_resent_request_without_a_seed_keeps_its_seed() -> None:
+    """The seed is drawn once, before the request is sent to intake."""
     async with gated(seed=3) as (engine, gate):
         stream = engine.stream("prompt", temperature=1.0, max_tokens=TOKENS)
         submit = engine._lifecycle.open_requests._submits[stream.request_id]
@@ -178,7 +178,7 @@ async def test_engines_with_one_seed_draw_the_same_seeds() -> None:
     assert len(set(drawn[0])) == 3
 
 
-async def test_a_new_intake_is_told_everything_again() -> None:
+async def test_open_requests_are_resent_in_order_to_a_new_intake() -> None:
     async with gated() as (engine, gate):
         engine.set_policy("priority")
         first, second = engine.stream("one", max_tokens=3), engine.stream("two", max_tokens=3)
@@ -195,15 +195,15 @@ async def test_a_new_intake_is_told_everything_again() -> None:
         await third.result()
 
 
-# A request that brings an actor down.
+# A request that crashes an actor.
 
 
 class Deadly(BaseException):
-    """Goes through everything that catches exceptions."""
+    """An exception that `except Exception` does not catch."""
 
 
 class Encoder:
-    """Tokenizes like the stub; dies of some prompts, for as long as it is told to."""
+    """Tokenizes like the stub; raises on some prompts, for a given number of times."""
 
     def __init__(self, times: float) -> None:
         self.times = times
@@ -224,7 +224,7 @@ def engine_with(encoder: Encoder, decode: Callable[[Sequence[int]], str] = decod
     return Engine.from_parts("stub", gather)
 
 
-async def test_a_request_that_brings_intake_down_twice_fails_alone() -> None:
+async def test_request_that_crashes_intake_twice_fails_alone() -> None:
     async with asyncio.timeout(NET_SECONDS), engine_with(Encoder(times=float("inf"))) as engine:
         streams = submitted(engine)
         poison = engine.stream("poison", max_tokens=TOKENS)
@@ -236,14 +236,14 @@ async def test_a_request_that_brings_intake_down_twice_fails_alone() -> None:
         await until(lambda: at_rest(engine) and not engine._lifecycle.open_requests)
 
 
-async def test_a_request_that_was_there_when_intake_died_once_is_served() -> None:
+async def test_request_present_when_intake_crashed_once_is_served() -> None:
     async with asyncio.timeout(NET_SECONDS), engine_with(Encoder(times=1)) as engine:
         streams = {"poison": engine.stream("poison", max_tokens=TOKENS), **submitted(engine)}
         await check_all(streams)
         assert engine.health().restarts == {"intake": 1}
 
 
-async def test_a_decoder_that_fails_in_the_worst_way_on_one_request_fails_that_one() -> None:
+async def test_decoder_that_raises_a_base_exception_on_one_request_fails_that_request() -> None:
     def dies(token_ids: Sequence[int]) -> str:
         if bytes(token_ids[:3]).decode("latin1") == doomed:
             raise Deadly("dies of this text")
@@ -270,7 +270,7 @@ def submit(number: int) -> Submit:
     return Submit(RequestId(number), "", Sampling(), _Listener(lambda _: None))
 
 
-def test_only_the_same_message_of_the_same_request_twice_in_a_row_is_suspicious() -> None:
+def test_only_the_same_message_of_a_request_twice_in_a_row_is_at_fault() -> None:
     faults = FaultAttribution()
     assert faults.at_fault(crashed("intake", submit(1))) is None
     assert faults.at_fault(crashed("intake", submit(2))) is None
@@ -279,10 +279,10 @@ def test_only_the_same_message_of_the_same_request_twice_in_a_row_is_suspicious(
     assert faults.at_fault(crashed("intake", None)) is None
     assert faults.at_fault(crashed("intake", submit(2))) is None
     assert faults.at_fault(crashed("intake", submit(2))) == 2
-    assert faults.at_fault(crashed("intake", submit(2))) is None, "it begins anew"
+    assert faults.at_fault(crashed("intake", submit(2))) is None, "counting starts anew"
 
 
-def test_a_message_about_several_requests_accuses_none() -> None:
+def test_message_about_several_requests_attributes_no_fault() -> None:
     faults = FaultAttribution()
     several = StepDone(1, 1, (RequestId(1), RequestId(2)), (5, 6))
     alone = StepDone(1, 1, (RequestId(1),), (5,))
@@ -290,7 +290,7 @@ def test_a_message_about_several_requests_accuses_none() -> None:
     assert [faults.at_fault(crashed("scheduler", each)) for each in (alone, alone)] == [None, 1]
 
 
-def test_what_everything_is_in_accuses_the_request_before() -> None:
+def test_message_about_all_requests_attributes_the_fault_to_the_request_before() -> None:
     faults = FaultAttribution()
     everything = Histories((), ())
     assert faults.at_fault(crashed("detokenizer", everything)) is None
@@ -298,7 +298,7 @@ def test_what_everything_is_in_accuses_the_request_before() -> None:
     assert faults.at_fault(crashed("detokenizer", everything)) == 3
 
 
-async def test_an_engine_that_is_stopped_while_it_recovers_ends_in_order() -> None:
+async def test_engine_stopped_during_a_recovery_closes_in_order() -> None:
     for actor in ACTORS:
         async with gated() as (engine, gate):
             streams = submitted(engine)
@@ -311,8 +311,8 @@ async def test_an_engine_that_is_stopped_while_it_recovers_ends_in_order() -> No
                 assert (await stream.result()).finish_reason is FinishReason.LENGTH
 
 
-async def test_a_lost_executor_s_device_is_free_before_another_one_is_loaded() -> None:
-    """Two would not fit where one fills the memory."""
+async def test_device_of_a_lost_executor_is_free_before_the_next_is_loaded() -> None:
+    """Two models would not fit where one fills the memory."""
     devices: list[weakref.ref[StubDevice]] = []
     alive: list[int] = []
 

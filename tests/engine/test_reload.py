@@ -1,4 +1,4 @@
-"""A reload: another model takes over between two steps, and every request ends as it should."""
+"""Reloads: another model takes over between two steps, and every request ends as its options say."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CAPITALS = "_ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class Models:
-    """Stand-ins for models: the first one waits at a gate, the others are loaded as each test says."""
+    """Stand-ins for models: the first one waits at a gate, the others load as each test decides."""
 
     def __init__(self) -> None:
         self.gate = Gate()
@@ -90,13 +90,13 @@ async def modelled(**options: Unpack[EngineOptions]) -> AsyncIterator[tuple[Engi
 
 
 def continued(prompt: str, count: int, begun: int) -> tuple[int, ...]:
-    """The output of a request of which the first model gave `begun` tokens and the other one the rest."""
+    """The output of a request whose first `begun` tokens the first model sampled and the other model the rest."""
     head = expected_tokens(prompt, begun)
     return head + expected_tokens(tuple(prompt.encode()) + head, count - begun, next_capital)
 
 
 def by_first(stream: Stream) -> int:
-    """How many tokens of an output the first model gave."""
+    """Count the tokens of an output that the first model sampled."""
     tokens = stream.inbox.token_ids
     return next((at for at, token in enumerate(tokens) if chr(token) in CAPITALS), len(tokens))
 
@@ -105,7 +105,7 @@ def is_idle(engine: Engine) -> Callable[[], bool]:
     return lambda: at_rest(engine) and not engine._lifecycle.open_requests
 
 
-async def test_what_runs_is_finished_by_the_first_and_the_rest_served_by_the_other() -> None:
+async def test_running_requests_finish_on_the_first_model_and_the_rest_on_the_other() -> None:
     async with modelled(running_max=2) as (engine, models):
         prompts = [f"request {number}" for number in range(6)]
         streams = [engine.stream(prompt, max_tokens=10) for prompt in prompts]
@@ -119,7 +119,7 @@ async def test_what_runs_is_finished_by_the_first_and_the_rest_served_by_the_oth
         for prompt, stream in zip(prompts, streams, strict=True):
             result = await stream.result()
             begun = by_first(stream)
-            assert begun in (0, 10), "nobody changes models in the middle"
+            assert begun in (0, 10), "no output has tokens of both models"
             assert result.token_ids == continued(prompt, 10, begun)
         assert [by_first(stream) for stream in streams[:2]] == [10, 10]
         assert by_first(streams[-1]) == 0
@@ -127,7 +127,7 @@ async def test_what_runs_is_finished_by_the_first_and_the_rest_served_by_the_oth
         await until(is_idle(engine))
 
 
-async def test_what_runs_is_gone_on_with_by_the_other() -> None:
+async def test_running_requests_are_recomputed_on_the_other_model() -> None:
     async with modelled(running_max=3) as (engine, models):
         prompts = [f"request {number}" for number in range(5)]
         streams = [engine.stream(prompt, max_tokens=12, seed=number) for number, prompt in enumerate(prompts)]
@@ -148,7 +148,7 @@ async def test_what_runs_is_gone_on_with_by_the_other() -> None:
 
 
 @pytest.mark.parametrize("running", ["finish", "recompute"])
-async def test_the_one_before_is_given_back(running: str) -> None:
+async def test_first_model_is_freed(running: str) -> None:
     async with modelled() as (engine, models):
         models.gate.allow()
         for number in range(3):
@@ -163,7 +163,7 @@ async def test_the_one_before_is_given_back(running: str) -> None:
 
 
 @pytest.mark.parametrize("running", ["finish", "recompute"])
-async def test_a_crash_afterwards_brings_the_other_back(running: str) -> None:
+async def test_crash_after_a_reload_loads_the_other_model(running: str) -> None:
     async with modelled() as (engine, models):
         models.gate.allow()
         await engine.reload("other", running=running)  # type: ignore[arg-type]
@@ -183,7 +183,7 @@ async def test_a_crash_afterwards_brings_the_other_back(running: str) -> None:
 
 @pytest.mark.parametrize("running", ["finish", "recompute"])
 @pytest.mark.parametrize("role", ["executor", "scheduler", "cache", "intake", "detokenizer"])
-async def test_a_crash_meanwhile_loses_nothing(role: str, running: str) -> None:
+async def test_crash_during_a_reload_loses_nothing(role: str, running: str) -> None:
     async with modelled(running_max=2) as (engine, models):
         models.may_load.clear()
         streams = [engine.stream(f"request {number}", max_tokens=8) for number in range(4)]
@@ -203,7 +203,7 @@ async def test_a_crash_meanwhile_loses_nothing(role: str, running: str) -> None:
         await until(is_idle(engine))
 
 
-async def test_while_the_other_loads_nobody_waits() -> None:
+async def test_requests_are_served_while_the_other_model_loads() -> None:
     async with modelled() as (engine, models):
         models.may_load.clear()
         models.gate.allow()
@@ -218,7 +218,7 @@ async def test_while_the_other_loads_nobody_waits() -> None:
         assert (await engine.generate("then", max_tokens=5)).token_ids == continued("then", 5, 0)
 
 
-async def test_who_waits_is_told_why() -> None:
+async def test_timeline_of_a_waiting_request_names_the_reload() -> None:
     async with modelled() as (engine, models):
         running = engine.stream("running", max_tokens=3)
         models.gate.allow(1)
@@ -238,7 +238,7 @@ async def test_who_waits_is_told_why() -> None:
 
 
 async def check_undisturbed(engine: Engine, models: Models, stream: Stream, count: int) -> None:
-    """The first model serves on, as if nothing had been asked."""
+    """Check that the first model serves as if no reload had been requested."""
     models.gate.allow()
     assert (await stream.result()).token_ids == expected_tokens("undisturbed", count)
     assert (await engine.generate("new", max_tokens=3)).token_ids == expected_tokens("new", 3)
@@ -257,7 +257,7 @@ async def check_undisturbed(engine: Engine, models: Models, stream: Stream, coun
     ids=["vocabulary", "context", "pool", "weights"],
 )
 @pytest.mark.parametrize("running", ["finish", "recompute"])
-async def test_a_model_that_cannot_take_over(
+async def test_model_that_cannot_take_over_is_refused(
     change: dict[str, object], error: type[errors.EngineError], message: str, running: str
 ) -> None:
     async with modelled(running_max=1) as (engine, models):
@@ -274,7 +274,7 @@ async def test_a_model_that_cannot_take_over(
         assert engine.health().restarts == {}
 
 
-async def test_what_the_first_finishes_need_not_fit_the_other() -> None:
+async def test_requests_finished_by_the_first_model_need_not_fit_the_other() -> None:
     async with modelled() as (engine, models):
         models.context_length = 40
         stream = engine.stream("undisturbed", max_tokens=60)
@@ -292,7 +292,7 @@ async def test_what_the_first_finishes_need_not_fit_the_other() -> None:
         assert result.finish_reason is FinishReason.LENGTH
 
 
-async def test_a_longer_context_is_there_from_then_on() -> None:
+async def test_longer_context_holds_after_the_reload() -> None:
     async with modelled(block_count=1024) as (engine, models):
         models.gate.allow()
         models.context_length = 8192
@@ -302,7 +302,7 @@ async def test_a_longer_context_is_there_from_then_on() -> None:
         assert len((await engine.generate("x" * 5000, max_tokens=2)).token_ids) == 2
 
 
-async def test_the_others_end_token_holds() -> None:
+async def test_end_token_is_that_of_the_other_model() -> None:
     async with modelled() as (engine, models):
         models.gate.allow()
         models.eos_token_ids = (next_capital(b"end"),)
@@ -314,7 +314,7 @@ async def test_the_others_end_token_holds() -> None:
         assert (len(result.token_ids), result.finish_reason) == (1, FinishReason.STOP)
 
 
-async def test_bad_arguments() -> None:
+async def test_bad_arguments_are_refused() -> None:
     async with modelled() as (engine, models):
         stream = engine.stream("undisturbed", max_tokens=3)
         for running in ("now", None, True):
@@ -332,7 +332,7 @@ async def test_bad_arguments() -> None:
             await alone.reload("other")
 
 
-async def test_a_cancelled_reload_is_called_off() -> None:
+async def test_cancelled_reload_is_called_off() -> None:
     async with modelled() as (engine, models):
         models.may_load.clear()
         stream = engine.stream("undisturbed", max_tokens=6)
@@ -347,7 +347,7 @@ async def test_a_cancelled_reload_is_called_off() -> None:
         assert (await engine.generate("then", max_tokens=3)).token_ids == continued("then", 3, 0)
 
 
-async def test_a_cancelled_reload_is_called_off_by_a_new_scheduler_too() -> None:
+async def test_cancelled_reload_is_called_off_by_a_new_scheduler() -> None:
     async with modelled() as (engine, models):
         models.may_load.clear()
         stream = engine.stream("undisturbed", max_tokens=6)
@@ -361,7 +361,7 @@ async def test_a_cancelled_reload_is_called_off_by_a_new_scheduler_too() -> None
         models.may_load.set()
 
 
-async def test_an_executor_does_not_take_over_from_itself() -> None:
+async def test_executor_does_not_take_over_from_itself() -> None:
     async with modelled() as (engine, models):
         models.may_load.clear()
         reload = asyncio.create_task(engine.reload("other", running="recompute"))
@@ -374,7 +374,7 @@ async def test_an_executor_does_not_take_over_from_itself() -> None:
         stream = engine.stream("undisturbed", max_tokens=6)
         models.other_gate.allow(2)
         await read(stream, 1)
-        reloading.repeat()  # as to a new scheduler that has found out by itself
+        reloading.repeat()  # as sent to a new scheduler that has found the executor by itself
         for _ in range(20):
             await engine.explain(stream.request_id)
         models.other_gate.allow()
@@ -382,7 +382,7 @@ async def test_an_executor_does_not_take_over_from_itself() -> None:
         assert engine.stats().preemptions == 0
 
 
-async def test_whoever_waits_for_the_other_is_served_by_the_first_if_that_is_called_off() -> None:
+async def test_request_held_for_a_cancelled_reload_is_served_by_the_first_model() -> None:
     async with modelled() as (engine, models):
         stream = engine.stream("undisturbed", max_tokens=6)
         models.gate.allow(1)
@@ -399,7 +399,7 @@ async def test_whoever_waits_for_the_other_is_served_by_the_first_if_that_is_cal
 
 
 @pytest.mark.parametrize("running", ["finish", "recompute"])
-async def test_the_other_dies_before_it_takes_over(running: str) -> None:
+async def test_other_executor_dies_before_it_takes_over(running: str) -> None:
     async with modelled() as (engine, models):
         models.may_load.clear()
         stream = engine.stream("undisturbed", max_tokens=6)
@@ -412,7 +412,7 @@ async def test_the_other_dies_before_it_takes_over(running: str) -> None:
         await check_undisturbed(engine, models, stream, 6)
 
 
-async def test_stopping_ends_a_reload() -> None:
+async def test_stop_ends_a_reload() -> None:
     async with modelled() as (engine, models):
         models.may_load.clear()
         reload = asyncio.create_task(engine.reload("other"))
@@ -425,7 +425,7 @@ async def test_stopping_ends_a_reload() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_a_drain_waits_for_those_that_the_other_serves() -> None:
+async def test_drain_waits_for_requests_of_the_other_model() -> None:
     async with modelled(running_max=1) as (engine, models):
         streams = [engine.stream(f"request {number}", max_tokens=5) for number in range(3)]
         models.gate.allow(1)
@@ -441,7 +441,7 @@ async def test_a_drain_waits_for_those_that_the_other_serves() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "deadline", "fair"])
-async def test_those_preempted_are_finished_by_the_first(policy: str) -> None:
+async def test_preempted_requests_finish_on_the_first_model(policy: str) -> None:
     async with modelled(running_max=8, block_count=9, block_size=4, policy=policy) as (engine, models):
         prompts = [f"request {number}" for number in range(8)]
         streams = [
@@ -461,7 +461,7 @@ async def test_those_preempted_are_finished_by_the_first(policy: str) -> None:
         await until(is_idle(engine))
 
 
-def test_histories_in_which_executors_take_over_and_die() -> None:
+def test_random_histories_of_switches_and_crashes() -> None:
     total = RunTotals()
     for seed in range(1000, 1060):
         run_seed(seed, 8, total)
@@ -469,10 +469,10 @@ def test_histories_in_which_executors_take_over_and_die() -> None:
     assert total.crashes > 20
 
 
-# In processes of their own.
+# In separate processes.
 
 
-async def test_in_a_process(tmp_path: Path) -> None:
+async def test_reload_in_a_process(tmp_path: Path) -> None:
     options = EngineOptions(executor="process", running_max=2)
     models = {"other": next_capital}
     async with asyncio.timeout(NET_SECONDS), stub_engine(models=models, **options) as engine:
@@ -496,7 +496,7 @@ async def read_some(stream: Stream) -> None:
 
 
 def children() -> list[int]:
-    """The processes that this one has started and that have not ended."""
+    """The living processes that this one has started."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -510,12 +510,12 @@ def children() -> list[int]:
     return found
 
 
-# Which models go together.
+# Model fingerprints.
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What a model's folder has, without weights."""
+    """The files of a model folder, without weights."""
     made = tmp_path / "model"
     made.mkdir()
     (made / "config.json").write_text(json.dumps({"vocab_size": 3, "hidden_size": 4}))
@@ -526,20 +526,20 @@ def folder(tmp_path: Path) -> Path:
 
 
 def changed(folder: Path, name: str, content: str | bytes) -> Path:
-    """A copy with another file of this name."""
+    """Copy the folder with another file of this name."""
     copy = folder.with_name(f"{folder.name}, other {name}")
     shutil.copytree(folder, copy)
     (copy / name).write_bytes(content.encode() if isinstance(content, str) else content)
     return copy
 
 
-def test_other_weights_are_another_model_of_the_same_tokens(folder: Path) -> None:
+def test_other_weights_are_another_model_with_the_same_tokenizer(folder: Path) -> None:
     before, after = fingerprint(folder), fingerprint(changed(folder, "model.safetensors", b"other weights"))
     assert before.tokenizer == after.tokenizer
     assert before.model != after.model
 
 
-def test_a_file_that_says_the_same_is_the_same(folder: Path) -> None:
+def test_equivalent_files_have_the_same_fingerprint(folder: Path) -> None:
     tokens = {"version": "1.0", "model": {"vocab": {"c": 2, "b": 1, "a": 0}}}
     assert fingerprint(changed(folder, "tokenizer.json", json.dumps(tokens, indent=2))) == fingerprint(folder)
     moved = json.dumps({"name_or_path": "there", "chat_template": "{{ x }}"})
@@ -556,13 +556,13 @@ def test_a_file_that_says_the_same_is_the_same(folder: Path) -> None:
         ("merges.txt", "a b"),
     ],
 )
-def test_another_tokenizer_or_template_is_told(folder: Path, name: str, content: str | bytes) -> None:
+def test_other_tokenizer_or_template_has_another_fingerprint(folder: Path, name: str, content: str | bytes) -> None:
     other = fingerprint(changed(folder, name, content))
     assert other.tokenizer != fingerprint(folder).tokenizer
     assert other.model != fingerprint(folder).model
 
 
-def test_a_folder_without_a_configuration_is_no_model(folder: Path) -> None:
+def test_folder_without_a_configuration_is_no_model(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(errors.ModelUnavailable, match="cannot be read"):
         fingerprint(folder)

@@ -1,4 +1,4 @@
-"""Reload and warm restart with real arithmetic: small random models that speak in the default model's tokens."""
+"""Reload and warm restart with real arithmetic: small random models with the default model's tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ UNDISTURBED: dict[Path, list[Result]] = {}
 
 
 async def served(folder: Path) -> list[Result]:
-    """What an undisturbed engine gives."""
+    """The outputs of an undisturbed engine."""
     if folder not in UNDISTURBED:
         async with serving(folder) as engine:
             asking = [engine.generate(prompt, **asked) for prompt, asked in ASKED]
@@ -63,7 +63,7 @@ async def served(folder: Path) -> list[Result]:
     return UNDISTURBED[folder]
 
 
-async def test_streams_go_on_with_the_same_arithmetic(folders: tuple[Path, Path], tmp_path: Path) -> None:
+async def test_streams_continue_with_the_same_arithmetic(folders: tuple[Path, Path], tmp_path: Path) -> None:
     expected = await served(folders[0])
     journal = tmp_path / "journal"
     async with serving(folders[0], journal=journal, resume=True) as engine:
@@ -88,7 +88,7 @@ async def test_streams_go_on_with_the_same_arithmetic(folders: tuple[Path, Path]
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
-async def test_another_model_takes_over(folders: tuple[Path, Path], executor: str) -> None:
+async def test_other_model_takes_over(folders: tuple[Path, Path], executor: str) -> None:
     before, after = await served(folders[0]), await served(folders[1])
     async with serving(folders[0], executor=executor) as engine:
         streams = [engine.stream(prompt, **asked) for prompt, asked in ASKED]
@@ -103,14 +103,14 @@ async def test_another_model_takes_over(folders: tuple[Path, Path], executor: st
         await engine.reload(folders[0], running="recompute")
         results = [await stream.result() for stream in streams]
         for result, old in zip(results[:4], after[:4], strict=True):
-            assert result.token_ids[:5] == old.token_ids[:5], "it goes on with what there was"
+            assert result.token_ids[:5] == old.token_ids[:5], "the output continues after the first model's tokens"
             assert len(result.token_ids) == 60
         for (prompt, asked), new in zip(ASKED, before, strict=True):
             assert (await engine.generate(prompt, **asked)).token_ids == new.token_ids
         await until(lambda: at_rest(engine))
 
 
-async def test_what_the_other_gives_is_what_it_would_give_after_those_tokens(folders: tuple[Path, Path]) -> None:
+async def test_other_model_continues_as_if_the_tokens_were_its_prompt(folders: tuple[Path, Path]) -> None:
     from cuelight.actors.intake.tokenizer import PromptEncoder
 
     prompt, asked = "Tell me a long story.", RequestOptions(max_tokens=150, ignore_eos=True)

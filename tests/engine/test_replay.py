@@ -1,4 +1,4 @@
-"""Replay: a recorded inbox gives the same messages again, or the first one in whose handling it does not."""
+"""Replay: a recorded inbox gives the same messages again, or the first message whose handling differs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ NET_SECONDS = 120
 
 
 class Roll(msgspec.Struct, frozen=True, tag=True):
-    """Tell what the dice say, at once, after a while, and from a thread; `client` hears when it is done."""
+    """Send what the dice say: at once, after a while, and from a thread; `client` is answered at the end."""
 
     number: int
     client: Recipient[Done]
@@ -67,7 +67,7 @@ class Break(msgspec.Struct, frozen=True, tag=True):
 
 
 class Told(msgspec.Struct, frozen=True, tag=True):
-    """What the sink hears: of which roll, at what time, and what the dice said."""
+    """The message to the sink: the number of the roll, the time, and the dice."""
 
     number: int
     seconds: float
@@ -75,7 +75,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hurry(msgspec.Struct, frozen=True, tag=True):
-    """Overtakes the others."""
+    """A priority message: overtakes the others."""
 
     number: int
 
@@ -124,7 +124,7 @@ class Sink(Actor[SinkMessage]):
 
 
 class Dice(Actor[DiceInbox]):
-    """Rolls: Roll → timer → thread → the sink's answer → Done."""
+    """Roll → timer → thread → the sink's answer → Done."""
 
     def __init__(self, context: Context[DiceInbox]) -> None:
         self.context = context
@@ -169,7 +169,7 @@ class Dice(Actor[DiceInbox]):
 
 
 class Client:
-    """Hears of rolls that are done; one that a crash has undone is not waited for."""
+    """Receives rolls that are done; a roll undone by a crash is not waited for."""
 
     def __init__(self) -> None:
         self.done: asyncio.Queue[Done] = asyncio.Queue()
@@ -208,7 +208,7 @@ def inbox(path: Path, actor: str) -> list[Recorded]:
     return [r for r in read_journal(path) if isinstance(r, Recorded) and r.actor == actor]
 
 
-def test_the_same_actor_says_the_same_in_all_its_lives(recording: Path) -> None:
+def test_same_actor_sends_the_same_in_all_its_lives(recording: Path) -> None:
     outcome = again(recording)
     assert outcome.difference is None
     assert outcome.stopped == ""
@@ -220,7 +220,7 @@ def test_the_same_actor_says_the_same_in_all_its_lives(recording: Path) -> None:
 
 
 def altered(change: Callable[[Dice, int, DiceInbox], bool]) -> type[Dice]:
-    """Dice that do something else at the message of this number, counted over all lives; True replaces the handler."""
+    """Dice with `change` called first at each message, with its number over all lives; True replaces the handler."""
     handled = 0
 
     class Altered(Dice):
@@ -239,7 +239,7 @@ def rolls(path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("which", range(5))
-def test_another_number_shows_at_the_message_that_made_it(recording: Path, which: int) -> None:
+def test_changed_message_shows_at_the_message_that_caused_it(recording: Path, which: int) -> None:
     at = rolls(recording)[which]
 
     def change(dice: Dice, index: int, message: DiceInbox) -> bool:
@@ -256,7 +256,7 @@ def test_another_number_shows_at_the_message_that_made_it(recording: Path, which
     assert found.got.startswith("Told(number=99, ")
 
 
-def test_another_chance_or_time_is_a_difference(recording: Path) -> None:
+def test_other_random_draw_or_time_is_a_difference(recording: Path) -> None:
     at = rolls(recording)[2]
 
     def draw(dice: Dice, index: int, message: DiceInbox) -> bool:
@@ -277,7 +277,7 @@ def test_another_chance_or_time_is_a_difference(recording: Path) -> None:
     assert found.index == rolls(recording)[0]
 
 
-def test_a_message_too_many_shows_where_it_was_told(recording: Path) -> None:
+def test_additional_message_shows_where_it_was_sent(recording: Path) -> None:
     at = rolls(recording)[1]
 
     def change(dice: Dice, index: int, message: DiceInbox) -> bool:
@@ -290,7 +290,7 @@ def test_a_message_too_many_shows_where_it_was_told(recording: Path) -> None:
     assert (found.index, found.got) == (at, "Told(number=99, seconds=0.0, dice=0.0)")
 
 
-def test_a_message_too_few_shows_where_it_was_missed(recording: Path) -> None:
+def test_missing_message_shows_where_it_was_expected(recording: Path) -> None:
     at = rolls(recording)[3] + 1  # a _Rung, whose Hurry is the only message in its lane
 
     def change(dice: Dice, index: int, message: DiceInbox) -> bool:
@@ -302,7 +302,7 @@ def test_a_message_too_few_shows_where_it_was_missed(recording: Path) -> None:
     assert at <= found.index <= at + 1
 
 
-def test_an_order_that_the_receiver_could_not_tell_is_no_difference(recording: Path) -> None:
+def test_only_order_within_a_lane_is_compared(recording: Path) -> None:
     class Swapped(Dice):
         def handle(self, message: DiceInbox) -> None:
             if isinstance(message, _Worked):
@@ -323,7 +323,7 @@ def test_an_order_that_the_receiver_could_not_tell_is_no_difference(recording: P
     assert again(recording, Overtaken).difference is None
 
 
-def test_an_actor_that_raises_where_it_had_lived_on_is_a_difference(recording: Path) -> None:
+def test_new_exception_is_a_difference(recording: Path) -> None:
     at = rolls(recording)[2]
 
     def change(dice: Dice, index: int, message: DiceInbox) -> bool:
@@ -338,8 +338,8 @@ def test_an_actor_that_raises_where_it_had_lived_on_is_a_difference(recording: P
     assert found.got == "KeyError('new') was raised"
 
 
-def test_the_first_difference_counts_even_where_a_later_one_is_delivered_sooner(tmp_path: Path) -> None:
-    """What is told to a slow receiver is compared late."""
+def test_first_difference_counts_even_where_a_later_one_is_delivered_sooner(tmp_path: Path) -> None:
+    """Messages to a slow receiver are compared late."""
     path = tmp_path / "made.journal"
     other = Role("other", Told, capacity=10)
 
@@ -366,7 +366,7 @@ def make(journal: Journal, actor: str, messages: Sequence[object], life: int = 1
 
 
 def mute(dice: type[Dice]) -> type[Dice]:
-    """Without what they say at their beginning and end."""
+    """`dice` without its messages at start and stop."""
 
     class Mute(dice):  # type: ignore[valid-type, misc]
         def __init__(self, context: Context[DiceInbox]) -> None:
@@ -380,7 +380,7 @@ def mute(dice: type[Dice]) -> type[Dice]:
 
 
 class Echo(Dice):
-    """Tells the sink the number of each roll."""
+    """Sends the number of each roll to the sink."""
 
     def handle(self, message: DiceInbox) -> None:
         if isinstance(message, Roll):
@@ -390,7 +390,7 @@ class Echo(Dice):
             self.sink.tell(Told(-2, 0, 0))
 
 
-def test_what_was_told_and_never_delivered_is_no_difference(tmp_path: Path) -> None:
+def test_message_sent_and_never_delivered_is_no_difference(tmp_path: Path) -> None:
     path = tmp_path / "made.journal"
     with Journal(path) as journal:
         make(journal, "dice", [Roll(1, Client()), Roll(2, Client())])
@@ -399,8 +399,8 @@ def test_what_was_told_and_never_delivered_is_no_difference(tmp_path: Path) -> N
     assert (outcome.difference, outcome.handled, outcome.compared) == (None, 2, 1)
 
 
-def test_a_crash_that_cut_off_the_last_words_is_no_difference(tmp_path: Path) -> None:
-    """A full mailbox, for example, raises at its sender, which a replay cannot know."""
+def test_messages_cut_off_by_a_crash_are_no_difference(tmp_path: Path) -> None:
+    """A full mailbox, for example, raises at its sender, which a replay cannot reproduce."""
     path = tmp_path / "made.journal"
     with Journal(path) as journal:
         make(journal, "dice", [Roll(1, Client()), Break()])
@@ -420,7 +420,7 @@ def test_a_crash_that_cut_off_the_last_words_is_no_difference(tmp_path: Path) ->
         (None, False, "the actor raised RuntimeError('broken')"),
     ],
 )
-def test_an_actor_that_raises_on_its_last_message(
+def test_exception_on_the_last_message(
     tmp_path: Path, end: ExitCause | None, is_difference: bool, stopped: str
 ) -> None:
     path = tmp_path / "made.journal"
@@ -437,7 +437,7 @@ def test_an_actor_that_raises_on_its_last_message(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, asyncio.CancelledError])
-async def test_a_crash_while_stopping_happens_again(tmp_path: Path, error: type[BaseException]) -> None:
+async def test_crash_while_stopping_is_replayed(tmp_path: Path, error: type[BaseException]) -> None:
     class Last(mute(Echo)):  # type: ignore[misc]
         def stopped(self) -> None:
             self.sink.tell(Told(9, 0, 0))
@@ -455,7 +455,7 @@ async def test_a_crash_while_stopping_happens_again(tmp_path: Path, error: type[
     assert outcome.compared == len(inbox(path, "sink"))
 
 
-def test_what_a_receiver_did_not_hear_before_it_left_its_successor_does_not_hear(tmp_path: Path) -> None:
+def test_message_undelivered_when_its_receiver_stopped_is_not_expected_by_the_next(tmp_path: Path) -> None:
     path = tmp_path / "made.journal"
     with Journal(path) as journal:
         make(journal, "sink", [])
@@ -470,8 +470,8 @@ def test_what_a_receiver_did_not_hear_before_it_left_its_successor_does_not_hear
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_what_was_told_may_be_delivered_late(tmp_path: Path, restarts: bool) -> None:
-    """By a mailbox that outlives a crash, and behind what overtook it."""
+def test_message_may_be_delivered_late(tmp_path: Path, restarts: bool) -> None:
+    """By a mailbox that outlives a crash, and behind a message that overtook it."""
 
     class Two(Echo):
         def handle(self, message: DiceInbox) -> None:
@@ -492,16 +492,16 @@ def test_what_was_told_may_be_delivered_late(tmp_path: Path, restarts: bool) -> 
     assert (outcome.difference, outcome.compared) == (None, 4)
 
 
-def test_numbers_that_are_read_alike_are_no_difference(tmp_path: Path) -> None:
+def test_numbers_that_decode_alike_are_no_difference(tmp_path: Path) -> None:
     path = tmp_path / "made.journal"
     with Journal(path) as journal:
         make(journal, "dice", [Roll(1, Client())])
-        journal(Delivered(3, "dice", "sink", Told(1, 0.0, 0.0)))  # the replay tells whole numbers
+        journal(Delivered(3, "dice", "sink", Told(1, 0.0, 0.0)))  # the replay sends integers
     assert again(path, mute(Echo)).compared == 1
 
 
 @pytest.mark.parametrize("is_opaque", [True, False])
-def test_a_message_that_cannot_be_read_ends_the_replay_there(tmp_path: Path, is_opaque: bool) -> None:
+def test_unreadable_message_ends_the_replay_there(tmp_path: Path, is_opaque: bool) -> None:
     path = tmp_path / "made.journal"
     with Journal(path) as journal:
         make(journal, "dice", [Roll(1, Client()), Roll("x" if is_opaque else 2, object() if is_opaque else "?")])  # type: ignore[arg-type]
@@ -516,7 +516,7 @@ def test_a_message_that_cannot_be_read_ends_the_replay_there(tmp_path: Path, is_
     assert ("without its contents: Roll(number='x'" if is_opaque else "message 3 cannot be read") in outcome.stopped
 
 
-def test_an_opaque_message_among_what_was_told_is_compared_by_its_type(tmp_path: Path) -> None:
+def test_opaque_sent_message_is_compared_by_its_type(tmp_path: Path) -> None:
     path = tmp_path / "made.journal"
     with Journal(path, record_bytes_max=60) as journal:
         make(journal, "dice", [Roll(2, Client()), Roll(3, Client())])
@@ -527,7 +527,7 @@ def test_an_opaque_message_among_what_was_told_is_compared_by_its_type(tmp_path:
     assert found.expected.startswith("<Hurry of ")
 
 
-def test_what_cannot_be_encoded_any_more_is_a_difference(tmp_path: Path) -> None:
+def test_message_that_can_no_longer_be_encoded_is_a_difference(tmp_path: Path) -> None:
     class Odd(Echo):
         def handle(self, message: DiceInbox) -> None:
             self.sink.tell(Told(1, object(), 0))  # type: ignore[arg-type]
@@ -541,7 +541,7 @@ def test_what_cannot_be_encoded_any_more_is_a_difference(tmp_path: Path) -> None
     assert found.got == f"a {__name__}:Told that cannot be encoded"
 
 
-def test_an_address_that_the_actor_made_itself_is_any_address(tmp_path: Path) -> None:
+def test_address_made_by_the_actor_matches_any_address(tmp_path: Path) -> None:
     class Fresh(Dice):
         def handle(self, message: DiceInbox) -> None:
             self.sink.tell(Ask(1, Client(), self.context.ref))
@@ -554,7 +554,7 @@ def test_an_address_that_the_actor_made_itself_is_any_address(tmp_path: Path) ->
         assert (again(path, mute(Fresh)).difference is None) is is_same
 
 
-def test_what_the_kernel_tells_in_an_actors_name_is_not_expected_of_it(tmp_path: Path) -> None:
+def test_messages_of_the_kernel_in_an_actors_name_are_not_expected_of_it(tmp_path: Path) -> None:
     path = tmp_path / "made.journal"
     with Journal(path) as journal:
         make(journal, "dice", [])
@@ -563,7 +563,7 @@ def test_what_the_kernel_tells_in_an_actors_name_is_not_expected_of_it(tmp_path:
 
 
 class Parent(Echo):
-    """Has a child that hears the number of each roll, a new one after each break."""
+    """Spawns a child that receives the number of each roll, a new child after each break."""
 
     child: Ref[Told] | None = None
 
@@ -590,7 +590,7 @@ class Child(Actor[Told]):
 CHILD = Role("child", Told, capacity=10)
 
 
-async def test_spawning_and_dismissing_are_replayed_too(tmp_path: Path) -> None:
+async def test_spawning_and_dismissing_are_replayed(tmp_path: Path) -> None:
     path, client = tmp_path / "parent.journal", Client()
     parts = (PARTS[0], ActorSpec(DICE, mute(Parent)))
     with Journal(path) as journal:
@@ -599,22 +599,22 @@ async def test_spawning_and_dismissing_are_replayed_too(tmp_path: Path) -> None:
                 system.find(DICE).tell(Roll(number, client))
                 await client.done.get()
                 system.find(DICE).tell(Break())
-                while "child" in system.statistics():  # noqa: ASYNC110  # any turn may be the one
+                while "child" in system.statistics():  # noqa: ASYNC110  # waits for a state
                     await asyncio.sleep(0)
     assert again(path, mute(Parent)) == Replay(handled=6, compared=3, lives=1)
 
 
-def test_an_actor_outside_the_loop_is_not_replayed(recording: Path) -> None:
+def test_actor_outside_the_loop_is_not_replayed(recording: Path) -> None:
     with pytest.raises(JournalError, match="outside the loop"):
         replay(read_journal(recording), ActorSpec(DICE, Dice, placement=OnThread()))
 
 
-def test_a_journal_without_this_actor(recording: Path) -> None:
+def test_journal_without_the_actor_is_refused(recording: Path) -> None:
     with pytest.raises(JournalError, match="has no actor 'cat'"):
         replay(read_journal(recording), ActorSpec(Role("cat", Roll, capacity=1), Dice))
 
 
-def test_a_journal_that_was_cut_replays_as_far_as_it_goes(recording: Path, tmp_path: Path) -> None:
+def test_truncated_journal_replays_up_to_the_cut(recording: Path, tmp_path: Path) -> None:
     data, path = recording.read_bytes(), tmp_path / "cut.journal"
     handled = set()
     for length in range(len(data) // 3, len(data), len(data) // 40):
@@ -675,14 +675,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("actor", ACTORS)
-def test_an_engines_actors_do_the_same_again(served: Path, actor: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_actors_of_an_engine_are_replayed_without_a_difference(
+    served: Path, actor: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["replay", str(served), "--actor", actor]) == 0
     count = len(inbox(served, actor))
     assert count > 15
     assert capsys.readouterr() == (f"{count} messages replayed, no difference\n", "")
 
 
-def test_all_that_an_engines_actors_are_told_is_recorded_whole(served: Path) -> None:
+def test_every_message_to_the_actors_of_an_engine_is_recorded_whole(served: Path) -> None:
     reader = read_journal(served)
     assert not reader.is_truncated
     assert [record for record in reader if isinstance(record, Recorded) and record.opaque] == []
@@ -690,7 +692,7 @@ def test_all_that_an_engines_actors_are_told_is_recorded_whole(served: Path) -> 
 
 
 @pytest.mark.parametrize("actor", ACTORS)
-def test_an_actor_that_raises_or_is_silent_differs(
+def test_actor_that_raises_or_is_silent_differs(
     served: Path, actor: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kind, calls = ACTORS[actor], 0
@@ -714,7 +716,7 @@ def test_an_actor_that_raises_or_is_silent_differs(
     assert "nothing" in capsys.readouterr().out
 
 
-def test_a_scheduler_that_plans_otherwise_differs_at_the_message_it_planned_at(
+def test_scheduler_that_plans_differently_differs_at_the_message_it_planned_at(
     served: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     preempting = []
@@ -733,11 +735,11 @@ def test_a_scheduler_that_plans_otherwise_differs_at_the_message_it_planned_at(
     assert len(preempting) >= 3
     assert lines["receiver"] == "detokenizer"
     for text in (lines["expected"], lines["got"]):
-        assert "preemptions=" in text, "both are shown from shortly before they part"
+        assert "preemptions=" in text, "both are shown from shortly before the difference"
 
 
 @pytest.mark.parametrize("is_crash", [True, False])
-async def test_an_engine_that_breaks_leaves_a_journal_behind(
+async def test_engine_that_crashes_leaves_a_journal(
     tmp_path: Path, is_crash: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cuelight.core.parts.RESTART_POLICY", RestartPolicy())
@@ -761,8 +763,8 @@ async def test_an_engine_that_breaks_leaves_a_journal_behind(
         assert replay_engine(str(path), actor) == 0
 
 
-async def test_an_engine_that_recovers_can_be_replayed(tmp_path: Path) -> None:
-    """Each life is rehearsed from where it began, also those that were cut short."""
+async def test_engine_that_recovers_can_be_replayed(tmp_path: Path) -> None:
+    """Each life is replayed from its start, also those that were cut short."""
     path = tmp_path / "engine.journal"
     async with asyncio.timeout(NET_SECONDS), stub_engine(journal=path) as engine:
         alone = await engine.generate("hello", max_tokens=40)
@@ -777,7 +779,7 @@ async def test_an_engine_that_recovers_can_be_replayed(tmp_path: Path) -> None:
         assert replay_engine(str(path), actor) == 0
 
 
-async def test_a_host_that_cancels_all_tasks_leaves_a_journal_behind(tmp_path: Path) -> None:
+async def test_cancelling_all_tasks_of_the_host_leaves_a_journal(tmp_path: Path) -> None:
     path = tmp_path / "engine.journal"
     engine = stub_engine(journal=path)
     await engine.start()
@@ -791,7 +793,7 @@ async def test_a_host_that_cancels_all_tasks_leaves_a_journal_behind(tmp_path: P
         assert replay_engine(str(path), actor) == 0
 
 
-async def test_a_journal_that_cannot_be_created(tmp_path: Path) -> None:
+async def test_journal_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     foreign = tmp_path / "notes"
     foreign.write_text("precious")
     for path in (foreign, tmp_path, tmp_path / "no" / "folder", ""):
@@ -804,7 +806,7 @@ async def test_a_journal_that_cannot_be_created(tmp_path: Path) -> None:
             stub_engine(journal=path)  # type: ignore[arg-type]
 
 
-async def test_options_from_numpy_are_recorded_too(tmp_path: Path) -> None:
+async def test_numpy_options_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "engine.journal"
     async with asyncio.timeout(NET_SECONDS), stub_engine(journal=path, watermark_fraction=np.float64(0.25)) as engine:
         await engine.generate("hello", max_tokens=2)
@@ -821,7 +823,7 @@ def refusal(path: Path, actor: str, capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
-def test_what_cannot_be_replayed_is_said_in_one_line(
+def test_replay_that_cannot_run_is_a_one_line_error(
     served: Path, recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "no actor 'planner': it has detokenizer, executor, cache, scheduler, intake" in refusal(
@@ -854,7 +856,7 @@ def test_only_intake_and_detokenizer_need_the_models_folder(
         assert cli.main(["replay", str(path), "--actor", actor]) == 0
 
 
-def test_a_replay_that_ends_early_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_that_ends_early_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = of_a_model(tmp_path / "engine.journal", None)
     with Journal(path, about=about(Origin("mine", None, EngineConfig(), ModelFacts(257, 100, ())))) as journal:
         make(journal, "cache", [Reset(10, 4), object()])
@@ -864,7 +866,7 @@ def test_a_replay_that_ends_early_says_so(tmp_path: Path, capsys: pytest.Capture
     assert second.startswith("stopped there: message 2 was recorded without its contents: <object object")
 
 
-def test_long_messages_are_shown_from_shortly_before_they_part() -> None:
+def test_long_messages_are_shown_from_shortly_before_the_difference() -> None:
     same, others = "x" * 5000, "o" * 5000
     outcome = Replay(3, 2, 1, Difference(2, same, "sink", f"{same}A{others}", f"{same}B"))
     first, *shown = _report(outcome).splitlines()
@@ -877,7 +879,7 @@ def test_long_messages_are_shown_from_shortly_before_they_part() -> None:
 
 
 @pytest.mark.model
-async def test_an_engine_with_a_model(model_folder: Path, tmp_path: Path) -> None:
+async def test_engine_with_a_model_is_replayed(model_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "engine.journal"
     async with asyncio.timeout(NET_SECONDS), Engine(model_folder, journal=path, dtype="float32") as engine:
         await engine.generate([{"role": "user", "content": "Say hello."}], max_tokens=6)

@@ -1,4 +1,4 @@
-"""A warm restart: what a killed process had accepted goes on in the next one, and its clients lose no token."""
+"""Warm restarts: requests that a killed process had accepted continue in the next one, without a lost token."""
 
 # ruff: noqa: ASYNC240  # files here are small and local
 from __future__ import annotations
@@ -35,13 +35,13 @@ def journal(tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def next_process(journal: Path, **options: Unpack[EngineOptions]) -> AsyncIterator[Engine]:
-    """An engine that goes on from this journal, in place of another process."""
+    """An engine that resumes from this journal, in place of another process."""
     async with asyncio.timeout(NET_SECONDS), stub_engine(journal=journal, resume=True, **options) as engine:
         yield engine
 
 
 async def rest(stream: Stream) -> tuple[list[int], str]:
-    """What comes from here on."""
+    """The remaining tokens and text of a stream."""
     tokens: list[int] = []
     text = ""
     async for chunk in stream:
@@ -55,7 +55,7 @@ def past(journal: Path) -> dict[int, RestoredRequest]:
     return {restored.request_id: restored for restored in found.requests}
 
 
-async def test_streams_go_on_where_they_stood(journal: Path) -> None:
+async def test_streams_continue_at_their_position(journal: Path) -> None:
     prompts = [f"request {number}" for number in range(5)]
     async with gated(journal=journal, resume=True, running_max=3) as (engine, gate):
         streams = [engine.stream(prompt, max_tokens=20) for prompt in prompts]
@@ -76,12 +76,12 @@ async def test_streams_go_on_where_they_stood(journal: Path) -> None:
         assert engine.unclaimed == ()
         await until(lambda: at_rest(engine))
         new = engine.stream("new", max_tokens=2)
-        assert new.request_id > streams[-1].request_id + 1, "one more may have been given out in the last turn"
+        assert new.request_id > streams[-1].request_id + 1, "one more id may have been assigned in the last turn"
         assert (await new.result()).token_ids == expected_tokens("new", 2)
 
 
 @pytest.mark.parametrize("position", [0, 1, 7, 12])
-async def test_any_position_that_exists(journal: Path, position: int) -> None:
+async def test_resume_at_any_existing_position(journal: Path, position: int) -> None:
     async with gated(journal=journal, resume=True) as (engine, gate):
         stream = engine.stream("a request", max_tokens=20, stop="never")
         gate.allow(12)
@@ -92,11 +92,11 @@ async def test_any_position_that_exists(journal: Path, position: int) -> None:
         expected = expected_tokens("a request", 20)
         assert tuple(tokens) == expected[position:]
         whole = decode(expected)
-        assert whole.endswith(text), "a text that lags behind its tokens comes later"
+        assert whole.endswith(text), "text that lags behind its tokens comes later"
         assert len(text) >= 20 - position
 
 
-async def test_a_text_that_ends_at_a_stop_string(journal: Path) -> None:
+async def test_resumed_text_ends_at_a_stop_string(journal: Path) -> None:
     whole = decode(expected_tokens("stop me", 40))
     stop = whole[20:24]
     shown = whole[: whole.index(stop)]
@@ -113,7 +113,7 @@ async def test_a_text_that_ends_at_a_stop_string(journal: Path) -> None:
         assert (await again.result()).finish_reason is FinishReason.STOP
 
 
-async def test_a_killed_process_for_real(journal: Path) -> None:
+async def test_process_killed_by_a_signal(journal: Path) -> None:
     chance = random.Random(5)
     expected = {number: expected_tokens(f"request {number}", 700) for number in range(4)}
     seen: dict[int, int] = dict.fromkeys(expected, 0)
@@ -152,11 +152,11 @@ asyncio.run(main())
 
 
 def writing_process(journal: Path) -> subprocess.Popen[str]:
-    """A process whose streams say how far they have come."""
+    """A process whose streams print their positions."""
     return subprocess.Popen([sys.executable, "-c", WRITING, str(journal)], stdout=subprocess.PIPE, text=True)
 
 
-async def test_killed_again_before_anybody_came(journal: Path) -> None:
+async def test_process_killed_again_before_any_client_resumes(journal: Path) -> None:
     async with gated(journal=journal, resume=True) as (engine, gate):
         stream = engine.stream("a request", max_tokens=20)
         gate.allow(6)
@@ -177,7 +177,7 @@ async def test_killed_again_before_anybody_came(journal: Path) -> None:
         assert tuple(tokens) == expected_tokens("a request", 20)[6:]
 
 
-async def test_a_process_that_ended_in_order_is_gone_on_from_too(journal: Path) -> None:
+async def test_process_that_closed_in_order_is_resumed(journal: Path) -> None:
     async with gated(journal=journal, resume=True) as (engine, gate):
         stream = engine.stream("a request", max_tokens=9)
         gate.allow(4)
@@ -192,19 +192,19 @@ async def test_a_process_that_ended_in_order_is_gone_on_from_too(journal: Path) 
         assert tuple(tokens) == expected_tokens("a request", 9)[4:]
 
 
-async def test_what_a_client_has_been_given_is_in_the_file(journal: Path) -> None:
+async def test_streamed_tokens_are_in_the_journal(journal: Path) -> None:
     async with gated(journal=journal, resume=True) as (engine, gate):
         stream = engine.stream("a request", max_tokens=30)
         gate.allow()
         for position in range(5, 31, 5):
             await until(lambda at=position: len(stream.inbox.token_ids) >= at)
-            chunk = await anext(stream)  # in the middle of a turn
+            chunk = await anext(stream)  # within a turn of the loop
             assert len(past(killed(journal))[stream.request_id].output) >= chunk.position + len(chunk.token_ids)
             if chunk.position + len(chunk.token_ids) == 30:
                 break
 
 
-async def test_an_end_that_its_client_has_missed(journal: Path) -> None:
+async def test_end_that_a_client_missed_is_sent_again(journal: Path) -> None:
     async with gated(journal=journal, resume=True) as (engine, gate):
         gate.allow()
         stop = decode(expected_tokens("b", 6)[3:6])
@@ -227,7 +227,7 @@ async def test_an_end_that_its_client_has_missed(journal: Path) -> None:
             )
 
 
-async def test_nobody_comes(journal: Path) -> None:
+async def test_unclaimed_request_is_cancelled_after_the_grace_period(journal: Path) -> None:
     async with gated(journal=journal, resume=True) as (engine, gate):
         stream = engine.stream("a request", max_tokens=4000)
         gate.allow(3)
@@ -247,7 +247,7 @@ async def test_nobody_comes(journal: Path) -> None:
     assert stream.request_id not in past(file)
 
 
-async def test_whoever_has_come_keeps_it_beyond_the_grace(journal: Path) -> None:
+async def test_claimed_request_outlives_the_grace_period(journal: Path) -> None:
     async with gated(journal=journal, resume=True) as (engine, gate):
         kept, other = (engine.stream(f"request {number}", max_tokens=9) for number in range(2))
         await turns()
@@ -263,7 +263,7 @@ async def test_whoever_has_come_keeps_it_beyond_the_grace(journal: Path) -> None
             engine.resume(other.request_id)
 
 
-async def test_who_may_not(journal: Path) -> None:
+async def test_invalid_claims_are_refused(journal: Path) -> None:
     async with gated(journal=journal, resume=True) as (engine, gate):
         stream = engine.stream("a request", max_tokens=9, tenant="shop")
         gate.allow(3)
@@ -293,7 +293,7 @@ async def test_who_may_not(journal: Path) -> None:
         engine.resume(stream.request_id)
 
 
-async def test_one_that_is_picked_up_and_left_is_cancelled(journal: Path) -> None:
+async def test_resumed_and_abandoned_stream_is_cancelled(journal: Path) -> None:
     async with gated(journal=journal, resume=True) as (engine, gate):
         stream = engine.stream("a request", max_tokens=4000)
         await turns()
@@ -305,11 +305,11 @@ async def test_one_that_is_picked_up_and_left_is_cancelled(journal: Path) -> Non
         await until(lambda: at_rest(engine) and not engine._lifecycle.open_requests)
 
 
-async def test_without_a_past(journal: Path) -> None:
+async def test_resume_without_a_journal_starts_afresh(journal: Path) -> None:
     async with next_process(journal) as engine:
         assert engine.unclaimed == ()
         assert engine.stream("the first", max_tokens=1).request_id == 1
-    journal.write_bytes(b"")  # its process was killed before it had written a byte
+    journal.write_bytes(b"")  # its process was killed before writing a byte
     async with next_process(journal) as engine:
         with pytest.raises(errors.UnknownRequest):
             engine.resume(1)
@@ -328,7 +328,7 @@ async def test_without_a_past(journal: Path) -> None:
         {"resume_seconds": "3"},
     ],
 )
-def test_options_that_cannot_be(options: dict[str, object]) -> None:
+def test_invalid_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(errors.ConfigError, match="resume"):
         stub_engine(**options)
 
@@ -358,7 +358,7 @@ async def test_seeds_services_and_samples_are_kept(journal: Path) -> None:
         assert 400 < service.queue_seconds < 500
 
 
-async def test_time_goes_on_while_nobody_lives(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deadlines_run_while_no_process_runs(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with gated(journal=journal, resume=True) as (engine, _):
         fine = engine.stream("fine", deadline_seconds=10_000, max_tokens=3)
         late = engine.stream("late", deadline_seconds=100)
@@ -376,7 +376,7 @@ async def test_time_goes_on_while_nobody_lives(journal: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("role", ["executor", "scheduler", "cache", "intake", "detokenizer"])
-async def test_a_crash_before_anybody_has_come(journal: Path, role: str) -> None:
+async def test_crash_before_any_client_resumes_loses_nothing(journal: Path, role: str) -> None:
     async with gated(journal=journal, resume=True) as (engine, gate):
         streams = [engine.stream(f"request {number}", max_tokens=12) for number in range(3)]
         gate.allow(13)
@@ -395,7 +395,7 @@ async def test_a_crash_before_anybody_has_come(journal: Path, role: str) -> None
         await until(lambda: at_rest(engine))
 
 
-async def test_a_journal_that_breaks_off_anywhere(journal: Path) -> None:
+async def test_journal_truncated_anywhere_is_resumed(journal: Path) -> None:
     async with gated(journal=journal, resume=True) as (engine, gate):
         streams = [engine.stream(f"request {number}", max_tokens=8) for number in range(3)]
         gate.allow(9)
@@ -427,7 +427,7 @@ async def test_a_journal_that_breaks_off_anywhere(journal: Path) -> None:
         (MAGIC + bytes([VERSION, 5]), "breaks off before its first record"),
     ],
 )
-async def test_what_is_no_journal_stays_as_it_is(journal: Path, content: bytes, message: str) -> None:
+async def test_other_file_is_refused_and_unchanged(journal: Path, content: bytes, message: str) -> None:
     journal.write_bytes(content)
     with pytest.raises(errors.WrongJournal, match=message):
         await stub_engine(journal=journal, resume=True).start()
@@ -435,7 +435,7 @@ async def test_what_is_no_journal_stays_as_it_is(journal: Path, content: bytes, 
     assert list(journal.parent.iterdir()) == [journal]
 
 
-async def test_a_journal_whose_messages_are_of_another_version_stays_as_it_is(journal: Path) -> None:
+async def test_journal_with_messages_of_another_version_is_refused_and_unchanged(journal: Path) -> None:
     async with gated(journal=journal, resume=True) as (engine, _):
         engine.stream("a request")
         await turns()
@@ -449,7 +449,7 @@ async def test_a_journal_whose_messages_are_of_another_version_stays_as_it_is(jo
     assert file.read_bytes() == content
 
 
-async def test_the_journal_of_another_model_stays_as_it_is(journal: Path) -> None:
+async def test_journal_of_another_model_is_refused_and_unchanged(journal: Path) -> None:
     async with gated(journal=journal, resume=True) as (engine, _):
         held = engine.stream("a request")
         await turns()
@@ -471,7 +471,7 @@ async def test_the_journal_of_another_model_stays_as_it_is(journal: Path) -> Non
     assert file.read_bytes() == content
 
 
-async def test_a_journal_that_is_being_written(journal: Path) -> None:
+async def test_journal_being_written_is_refused(journal: Path) -> None:
     async with gated(journal=journal, resume=True) as (engine, gate):
         stream = engine.stream("a request", max_tokens=5)
         with pytest.raises(errors.ConfigError, match="is in use by another engine"):
@@ -480,7 +480,7 @@ async def test_a_journal_that_is_being_written(journal: Path) -> None:
         assert (await stream.result()).token_ids == expected_tokens("a request", 5)
 
 
-async def test_what_a_process_left_that_was_killed_while_it_took_over(journal: Path) -> None:
+async def test_leftover_of_a_takeover_killed_midway_is_removed(journal: Path) -> None:
     async with gated(journal=journal, resume=True) as (engine, _):
         stream = engine.stream("a request", max_tokens=5)
         await turns()
@@ -491,7 +491,7 @@ async def test_what_a_process_left_that_was_killed_while_it_took_over(journal: P
         assert not file.with_name(f"{file.name}.new").exists()
 
 
-async def test_a_journal_that_cannot_be_replaced(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_journal_that_cannot_be_replaced_is_unchanged(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with gated(journal=journal, resume=True) as (engine, _):
         engine.stream("a request")
         await turns()
@@ -508,7 +508,7 @@ async def test_a_journal_that_cannot_be_replaced(journal: Path, monkeypatch: pyt
     assert not file.with_name(f"{file.name}.new").exists()
 
 
-async def test_a_long_journal_is_begun_anew(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_journal_is_rotated(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotating, "BYTES_MAX", 6_000)
     async with gated(journal=journal, resume=True, running_max=40) as (engine, gate):
         kept = engine.stream("kept " * 20, max_tokens=1200)
@@ -529,7 +529,7 @@ async def test_a_long_journal_is_begun_anew(journal: Path, monkeypatch: pytest.M
         assert engine.stream("new", max_tokens=1).request_id > 25
 
 
-async def test_a_journal_on_a_full_disk_does_not_disturb(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_journal_on_a_full_disk_disturbs_no_request(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotating, "BYTES_MAX", 5_000)
 
     def refuse(*_: object) -> None:
@@ -542,14 +542,14 @@ async def test_a_journal_on_a_full_disk_does_not_disturb(journal: Path, monkeypa
             result = await engine.generate(f"request {number}", max_tokens=20)
             assert result.token_ids == expected_tokens(f"request {number}", 20)
         await turns()
-    assert len(past(journal)) == 20, "what was being written goes on"
+    assert len(past(journal)) == 20, "the old file is still written"
 
 
 def capitals(token_ids: list[int]) -> int:
     return ord(chr(next_letter(token_ids)).upper())
 
 
-async def test_another_model_may_go_on_where_nothing_is_left(journal: Path) -> None:
+async def test_other_model_may_resume_where_no_request_is_left(journal: Path) -> None:
     async with next_process(journal) as engine:
         last = (await engine.generate("a request", max_tokens=3)).request_id
     other = Engine.from_parts("other", stub_parts, journal=journal, resume=True)
@@ -559,7 +559,7 @@ async def test_another_model_may_go_on_where_nothing_is_left(journal: Path) -> N
 
 
 @pytest.mark.parametrize("running", ["finish", "recompute"])
-async def test_a_reload_in_a_journal_that_was_not_meant_for_this(journal: Path, running: str) -> None:
+async def test_journal_without_resume_names_the_model_across_a_reload(journal: Path, running: str) -> None:
     models = {"other": capitals}
     async with asyncio.timeout(NET_SECONDS), stub_engine(models=models, journal=journal) as engine:
         stream = engine.stream("a request", max_tokens=4000)
@@ -576,7 +576,7 @@ async def test_a_reload_in_a_journal_that_was_not_meant_for_this(journal: Path, 
         assert read_state(killed(journal), time_of_day=0.0, recent_seconds=60.0).model == "other"
 
 
-async def test_after_a_reload_it_is_the_other_models_journal(journal: Path) -> None:
+async def test_journal_names_the_other_model_after_a_reload(journal: Path) -> None:
     models = {"other": capitals}
     async with asyncio.timeout(NET_SECONDS), stub_engine(models=models, journal=journal, resume=True) as engine:
         await engine.reload("other")
@@ -586,18 +586,18 @@ async def test_after_a_reload_it_is_the_other_models_journal(journal: Path) -> N
     assert read_journal(file).about["model"] == "other"
     with pytest.raises(errors.WrongJournal, match="another model"):
         await stub_engine(journal=file, resume=True).start()
-    # A stand-in's tokenizer goes by the engine's name, and so does its model.
+    # The stub's tokenizer is named after the engine, and so is its model.
     ensemble = Engine.from_parts("other", lambda config: stub_parts(config, capitals), journal=file, resume=True)
     async with asyncio.timeout(NET_SECONDS), ensemble as engine:
         again = engine.resume(stream.request_id, 3)
         assert tuple(await read(again, 5))[:5] == expected_tokens("a request", 8, capitals)[3:8]
 
 
-async def test_a_start_that_is_cancelled_leaves_no_journal_open(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_start_leaves_no_journal_open(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_go_on = threading.Event(), threading.Event()
 
     def slow(*arguments: object) -> object:
-        made = rotating.open_journal(*arguments)  # type: ignore[arg-type]  # as it was called
+        made = rotating.open_journal(*arguments)  # type: ignore[arg-type]  # passed through
         begun.set()
         assert may_go_on.wait(NET_SECONDS)
         return made
@@ -618,7 +618,7 @@ async def test_a_start_that_is_cancelled_leaves_no_journal_open(journal: Path, m
 
 
 class Asked:
-    """A request of the test below, and what its client has."""
+    """A request of the test below, and the part of its output that its client has."""
 
     def __init__(self, number: int, chance: random.Random) -> None:
         self.prompt = f"request {number} " + "x" * chance.randrange(30)
@@ -638,11 +638,11 @@ class Asked:
         return stream
 
     def note(self) -> None:
-        """Its process is killed now."""
+        """Remember this state: the process is killed now."""
         self._noted = list(self.had), self.shown, self.is_over
 
     def die(self) -> None:
-        """What came after that has never been."""
+        """Return to the state when the process was killed."""
         self.had, self.shown, self.is_over = self._noted
 
     async def read(self, stream: Stream) -> None:
@@ -659,7 +659,9 @@ class Asked:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_killed_at_any_moment_again_and_again(journal: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_killed_repeatedly_at_any_moment(
+    journal: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chance = random.Random(seed)
     monkeypatch.setattr(rotating, "BYTES_MAX", chance.choice((4_000, 10**6)))
     asked = [Asked(number, chance) for number in range(8)]

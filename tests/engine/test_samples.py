@@ -1,4 +1,4 @@
-"""Several samples of one prompt: it is computed once, its blocks are shared, and each goes its own way."""
+"""Several samples of one prompt: the prompt is computed once, its full blocks are shared, its half-full one forked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def samples(core: Core, count: int, sampling: Sampling, prompt: list[int] = PROM
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 10, 16, 17, 41])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("token_budget", [8, 512])
-def test_the_prompt_is_computed_once(length: int, block_size: int, token_budget: int) -> None:
+def test_prompt_is_computed_once(length: int, block_size: int, token_budget: int) -> None:
     """Each further sample computes one token of the prompt, for its logits."""
     for seed in range(4):
         device = WatchedDevice(300, block_size)
@@ -41,18 +41,18 @@ def test_the_prompt_is_computed_once(length: int, block_size: int, token_budget:
         assert all(core.ends()[request_id].usage.cached_tokens == length - 1 for request_id in range(1, 5))
 
 
-def test_a_block_that_is_not_full_is_copied_and_never_shared() -> None:
+def test_half_full_block_is_forked_and_never_shared() -> None:
     device = WatchedDevice(300, 16)
     core = Core(0, device=device)
     samples(core, 4, Sampling(max_tokens=30), PROMPT[:20])
     finish(core)
     assert core.blocks().blocks_forked == 3
-    # Whole blocks are shared: the first one of each table.
+    # Full blocks are shared: the first one of each table.
     assert core.blocks().tokens_found == 3 * 19
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_order_with_tiny_pools_and_aborts(seed: int) -> None:
+def test_samples_in_tiny_pools_with_aborts_in_any_order(seed: int) -> None:
     chance = random.Random(seed)
     block_size = chance.choice([1, 3, 4, 16])
     prompt = PROMPT[: chance.randint(1, 41)]
@@ -78,7 +78,7 @@ def test_any_order_with_tiny_pools_and_aborts(seed: int) -> None:
         assert core.outputs()[request_id] == expected_output(prompt, sampling)[0]
 
 
-def test_the_others_go_on_when_the_first_one_has_left() -> None:
+def test_other_samples_continue_when_the_first_has_left() -> None:
     core = Core(0, device=WatchedDevice(100, 16), token_budget=8)
     sampling = Sampling(max_tokens=3)
     samples(core, 4, sampling)
@@ -98,18 +98,18 @@ def test_samples_of_different_salts_share_nothing() -> None:
     assert all(end.usage.cached_tokens == 0 for end in core.ends().values())
 
 
-async def test_an_engine_gives_a_stream_for_each() -> None:
+async def test_engine_returns_a_stream_for_each_sample() -> None:
     async with stub_engine() as engine:
         streams = engine.samples("tell me " * 60, 5, max_tokens=7, temperature=1.0)
         results = await asyncio.gather(*(stream.result() for stream in streams))
         assert len({result.request_id for result in results}) == 5
-        assert {result.text for result in results} == {results[0].text}  # the stub knows no chance
+        assert {result.text for result in results} == {results[0].text}  # the stub does not sample
         assert [result.usage.cached_tokens for result in results] == [0] + [len("tell me " * 60) - 1] * 4
         assert engine.stats().blocks_forked > 0
         assert engine.stats().blocks_free == engine.stats().blocks_total
 
 
-async def test_each_has_a_seed_of_its_own() -> None:
+async def test_each_sample_has_its_own_seed() -> None:
     seeds: list[int | None] = []
     async with stub_engine(seed=3) as engine:
         submit = engine._lifecycle.running.requests._intake.tell
@@ -129,7 +129,7 @@ async def test_each_has_a_seed_of_its_own() -> None:
     assert len(set(seeds)) == 5
 
 
-async def test_one_that_is_left_leaves_the_others_alone() -> None:
+async def test_sample_that_is_left_leaves_the_others_running() -> None:
     async with stub_engine() as engine:
         streams = engine.samples("b" * 500, 4, max_tokens=20)
         await streams[0].aclose()
@@ -137,7 +137,7 @@ async def test_one_that_is_left_leaves_the_others_alone() -> None:
         assert all(len(result.token_ids) == 20 for result in results)
 
 
-async def test_a_bad_prompt_is_refused_for_each_with_an_error_of_its_own() -> None:
+async def test_bad_prompt_is_refused_for_each_sample_with_its_own_error() -> None:
     async with stub_engine(context_length=100) as engine:
         streams = engine.samples("c" * 1000, 3)  # long enough to be tokenized on a thread
         outcomes = await asyncio.gather(*(stream.result() for stream in streams), return_exceptions=True)
@@ -147,7 +147,7 @@ async def test_a_bad_prompt_is_refused_for_each_with_an_error_of_its_own() -> No
 
 
 @pytest.mark.parametrize("count", [0, -1, 9, True, "2", 2.0, None])
-async def test_a_count_that_cannot_be(count: object) -> None:
+async def test_invalid_count_is_refused(count: object) -> None:
     error = errors.BadSampling if type(count) is int else errors.WrongType
     async with stub_engine(queue_limit=8) as engine:
         with pytest.raises(error, match="count"):
@@ -155,7 +155,7 @@ async def test_a_count_that_cannot_be(count: object) -> None:
         assert not engine._lifecycle.open_requests
 
 
-async def test_all_are_submitted_or_none() -> None:
+async def test_all_samples_are_submitted_or_none() -> None:
     async with stub_engine(queue_limit=8) as engine:
         held = engine.samples("a" * 50, 8, max_tokens=200)
         with pytest.raises(errors.QueueFull):
@@ -165,7 +165,7 @@ async def test_all_are_submitted_or_none() -> None:
             await stream.aclose()
 
 
-async def test_a_long_prompt_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_prompt_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[object] = []
     sound = parse_prompt("x")
 

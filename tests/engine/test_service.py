@@ -1,4 +1,4 @@
-"""How requests ask to be served, deadlines that end them, and what a full queue says of when to come back."""
+"""Service options of requests, deadlines that end requests, and the retry time of a full queue."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from cuelight.testing import next_letter, stub_engine
 
 
 class Name(str):
-    """A string of a class of its own."""
+    """A subclass of str."""
 
 
-# What may be asked for.
+# Valid and invalid service options.
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_options_become_plain_types(options: dict[str, object], service: Service
     assert parsed == service
     for value in (parsed.tenant, parsed.priority, parsed.queue_seconds, parsed.deadline_seconds):
         assert type(value) in (str, int, float, type(None))
-    assert parse_service(asdict(parsed)) == parsed, "a service is parsed into itself"
+    assert parse_service(asdict(parsed)) == parsed, "parsing a Service returns an equal one"
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_options_become_plain_types(options: dict[str, object], service: Service
         ({"queue_seconds": 1j}, Refusal.WRONG_TYPE, "type complex"),
     ],
 )
-def test_refusals(options: dict[str, object], refusal: Refusal, words: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, object], refusal: Refusal, words: str) -> None:
     with pytest.raises(Refused) as refused:
         parse_service(options)
     assert refused.value.refusal is refusal and words in refused.value.reason
 
 
-def test_tenants_are_those_there_are() -> None:
+def test_unknown_tenant_is_refused_where_tenants_are_configured() -> None:
     check_tenant("a", None)
     check_tenant("a", ("a", "b"))
     with pytest.raises(Refused, match="unknown tenant 'c'") as refused:
@@ -124,7 +124,7 @@ def test_tenants_are_those_there_are() -> None:
         {"tenant_weights": {1: 1.0}},
     ],
 )
-def test_policies_that_cannot_be_are_refused_at_once(options: dict[str, object]) -> None:
+def test_invalid_policies_are_refused_at_construction(options: dict[str, object]) -> None:
     with pytest.raises(errors.ConfigError):
         EngineConfig.of(options)
     engine = stub_engine()
@@ -133,7 +133,7 @@ def test_policies_that_cannot_be_are_refused_at_once(options: dict[str, object])
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.5, "8"])
-def test_a_long_prefill_is_a_count(value: object) -> None:
+def test_long_prefill_is_a_count(value: object) -> None:
     with pytest.raises(errors.ConfigError, match="long_prefill_tokens"):
         EngineConfig.of({"long_prefill_tokens": value})
 
@@ -161,7 +161,7 @@ async def test_every_refusal_is_typed_at_submit() -> None:
         assert (await engine.generate("hi", tenant="b", priority=-3, max_tokens=2)).text
 
 
-async def test_another_policy_while_it_runs() -> None:
+async def test_policy_is_replaced_while_the_engine_runs() -> None:
     async with stub_engine(running_max=2, token_budget=8) as engine:
         calls = [engine.generate(f"prompt {i}", max_tokens=30, tenant="ab"[i % 2]) for i in range(40)]
         work = [asyncio.create_task(call) for call in calls]
@@ -182,7 +182,7 @@ async def test_another_policy_while_it_runs() -> None:
 
 
 class Gate:
-    """A stub's next token, which waits until it may go on."""
+    """A stub's next token, which waits until the gate opens."""
 
     def __init__(self) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -204,7 +204,7 @@ async def test_deadlines_and_explanations_of_an_engine() -> None:
         assert isinstance(expired.value, errors.RequestFailed)
         with pytest.raises(errors.DeadlineExceeded, match="deadline"):
             async for _ in late:
-                raise AssertionError("nothing comes")
+                raise AssertionError("a chunk was sent")
         assert (await engine.explain(late.request_id)).state == "expired"
         assert (await engine.explain(running.request_id)).state == "running"
         assert (await engine.explain(10_000)).state == "unknown"
@@ -215,13 +215,13 @@ async def test_deadlines_and_explanations_of_an_engine() -> None:
         await engine.explain(1)
 
 
-async def test_a_full_queue_says_when_there_is_room() -> None:
+async def test_full_queue_says_when_there_is_room() -> None:
     gate = Gate()
     async with stub_engine(next_token=gate, queue_limit=2) as engine:
         held = [engine.stream(f"held {i}", max_tokens=2) for i in range(2)]
         with pytest.raises(errors.QueueFull) as refused:
             await engine.generate("one more")
-        assert refused.value.retry_after_seconds is None, "nobody has left yet"
+        assert refused.value.retry_after_seconds is None, "no request has finished yet"
         gate.opened.set()
         for stream in held:
             await stream.result()
@@ -235,17 +235,17 @@ async def test_a_full_queue_says_when_there_is_room() -> None:
         gate.opened.set()
 
 
-def test_the_pace_of_those_who_leave() -> None:
+def test_completion_rate_counts_the_last_64_ends() -> None:
     rate = CompletionRate()
     assert rate.seconds_for(1) is None
     rate.note(5, now=10.0)
-    assert rate.seconds_for(1) is None, "one moment says nothing of a pace"
+    assert rate.seconds_for(1) is None, "a rate needs two moments"
     rate.note(1, now=12.0)
     assert rate.seconds_for(1) == pytest.approx(0.4)
     assert rate.seconds_for(10) == pytest.approx(4.0)
     for second in range(100):
         rate.note(1, now=20.0 + second)
-    assert rate.seconds_for(3) == pytest.approx(3.0), "the last 64 alone count"
+    assert rate.seconds_for(3) == pytest.approx(3.0), "only the last 64 count"
 
 
 # Deadlines, in every state.
@@ -258,7 +258,7 @@ def expired(core: Core, request_id: int) -> str:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_one_that_waits_for_too_long_is_over(seed: int) -> None:
+def test_request_waiting_beyond_its_limit_expires(seed: int) -> None:
     core = Core(seed, device=WatchedDevice(100, 4), running_max=1)
     core.admit(0, [1, 2], Sampling(max_tokens=200))
     core.admit(1, [3, 4], Sampling(), service=Service(queue_seconds=0.1))
@@ -272,7 +272,7 @@ def test_one_that_waits_for_too_long_is_over(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_once_admitted_a_queue_deadline_is_past_even_after_a_preemption(seed: int) -> None:
+def test_queue_deadline_ends_at_admission_even_if_preempted_later(seed: int) -> None:
     core = Core(seed, device=WatchedDevice(1 + 12, 4), running_max=3)
     for request_id in range(3):
         core.admit(request_id, [request_id] * 8, Sampling(max_tokens=30), service=Service(queue_seconds=0.1))
@@ -284,8 +284,8 @@ def test_once_admitted_a_queue_deadline_is_past_even_after_a_preemption(seed: in
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("state", ["waiting", "running", "in flight", "preempted", "set aside", "asked for"])
-def test_a_deadline_ends_a_request_in_any_state(state: str, seed: int) -> None:
-    """It ends once, its blocks are free, and nobody else notices."""
+def test_deadline_ends_a_request_in_any_state(state: str, seed: int) -> None:
+    """The request ends once, its blocks are freed, and all other requests are unaffected."""
     core = Core(seed, device=WatchedDevice(1 + 12, 4), token_budget=6, running_max=3, long_prefill_tokens=3)
     prefix, sampling = list(range(60, 76)), Sampling(max_tokens=20)
     for request_id in range(3):
@@ -317,7 +317,7 @@ def test_a_deadline_ends_a_request_in_any_state(state: str, seed: int) -> None:
     assert got == tokens[: len(got)] and len(got) == core.ends()[2].usage.output_tokens
 
 
-def test_a_deadline_that_passed_before_the_scheduler_heard_of_the_request() -> None:
+def test_deadline_that_passed_before_admission() -> None:
     core = Core(0, device=WatchedDevice(100, 4), running_max=1)
     core.admit(0, [1, 2], Sampling(max_tokens=50))
     step_until(core, lambda: is_running(core, 0))
@@ -350,7 +350,7 @@ def test_ten_thousand_deadlines_use_one_timer() -> None:
     for request in requests:
         deadlines.add(request, now=0.0)
     assert timers.set == [10.0] and timers.cancelled == 0
-    assert deadlines.due(now=9.9) == [], "a timer may come early"
+    assert deadlines.due(now=9.9) == [], "a timer may fire early"
     assert len(timers.set) - timers.cancelled == 1
     late = deadlines.due(now=10.0 + 4_999)
     assert late == requests[:5_000]
@@ -359,7 +359,7 @@ def test_ten_thousand_deadlines_use_one_timer() -> None:
     assert timers.set[-1] == 0.5 and len(timers.set) - timers.cancelled == 1
 
 
-def test_deadlines_far_ahead_are_not_kept_for_those_that_are_over() -> None:
+def test_far_deadlines_of_ended_requests_are_dropped() -> None:
     deadlines = RequestDeadlines(Timers().after)
     for number in range(20_000):
         request = tracked(number, Service(deadline_seconds=1e9, queue_seconds=1e8))
@@ -371,7 +371,7 @@ def test_deadlines_far_ahead_are_not_kept_for_those_that_are_over() -> None:
     assert len(deadlines.due(now=2e8)) == 200
 
 
-def test_many_expire_at_once_and_the_rest_go_on() -> None:
+def test_simultaneous_deadlines_leave_the_other_requests_running() -> None:
     core = Core(0, device=WatchedDevice(100, 4), running_max=4, policy=policy("deadline"))
     for request_id in range(300):
         deadline = 0.15 if request_id % 3 else None

@@ -1,4 +1,4 @@
-"""Streams of every kind keep the same promises, and a runner keeps the rules of all of them."""
+"""Device streams of every kind: the same guarantees for each, and the model runner's rules on all of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def needs_cuda(kind: str) -> None:
 
 
 class Pair:
-    """Two streams of a kind, and how the test waits for their events."""
+    """Two streams of a kind, and the way the test waits for their events."""
 
     def __init__(self, kind: str) -> None:
         needs_cuda(kind)
@@ -69,7 +69,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         stream.close()
 
 
-def test_work_is_done_in_order_and_all_of_it_before_the_mark(pair: Pair) -> None:
+def test_work_is_done_in_order_and_before_the_event(pair: Pair) -> None:
     stream, _ = pair.streams
     done: list[int] = []
     for number in range(50):
@@ -78,7 +78,7 @@ def test_work_is_done_in_order_and_all_of_it_before_the_mark(pair: Pair) -> None
     assert done == list(range(50))
 
 
-def test_an_error_shows_at_the_next_mark_and_only_there(pair: Pair) -> None:
+def test_error_is_raised_at_the_next_event_only(pair: Pair) -> None:
     stream, other = pair.streams
     done: list[str] = []
     sound = stream.record()
@@ -97,7 +97,7 @@ def test_an_error_shows_at_the_next_mark_and_only_there(pair: Pair) -> None:
     assert sorted(done) == ["after", "behind"]
 
 
-def test_what_follows_an_event_is_done_after_it(pair: Pair) -> None:
+def test_work_behind_an_event_is_done_after_it(pair: Pair) -> None:
     first, second = pair.streams
     done: list[str] = []
     for number in range(20):
@@ -109,7 +109,7 @@ def test_what_follows_an_event_is_done_after_it(pair: Pair) -> None:
     assert done == [f"{name} {number}" for number in range(20) for name in ("first", "second")]
 
 
-def test_a_thread_does_its_work_while_others_go_on_and_nobody_waits_to_give_it_some() -> None:
+def test_work_runs_on_the_streams_thread_and_enqueue_does_not_wait() -> None:
     stream, gate, threads = ThreadStream("test"), threading.Event(), set[int]()
     stream.enqueue(lambda: gate.wait(SECONDS) and threads.add(threading.get_ident()))  # type: ignore[arg-type,func-returns-value]
     follower = ThreadStream("follower")
@@ -121,7 +121,7 @@ def test_a_thread_does_its_work_while_others_go_on_and_nobody_waits_to_give_it_s
     assert threading.get_ident() not in threads
 
 
-def test_a_thread_gives_what_it_is_asked_for() -> None:
+def test_call_returns_the_result_or_raises() -> None:
     stream = ThreadStream("test")
     assert stream.call(lambda: threading.current_thread().name) == "test"
     with pytest.raises(KeyError):
@@ -129,10 +129,10 @@ def test_a_thread_gives_what_it_is_asked_for() -> None:
     assert stream.call(lambda: 5) == 5
     with pytest.raises(SystemExit):
         stream.call(lambda: exec("raise SystemExit"))
-    assert stream.call(lambda: 6) == 6, "no work ends the thread"
+    assert stream.call(lambda: 6) == 6, "an exception does not end the thread"
 
 
-def test_a_thread_ends_when_its_stream_is_closed_or_gone() -> None:
+def test_thread_ends_when_its_stream_is_closed_or_collected() -> None:
     closed, dropped = ThreadStream("closed"), ThreadStream("dropped")
     threads = [closed._thread, dropped._thread]
     done: list[int] = []
@@ -147,10 +147,10 @@ def test_a_thread_ends_when_its_stream_is_closed_or_gone() -> None:
     for thread in threads:
         thread.join(SECONDS)
         assert not thread.is_alive()
-    assert done == [1, 1], "what was given is still done"
+    assert done == [1, 1], "enqueued work is still done"
 
 
-def test_an_idle_thread_keeps_nothing_of_its_last_work_alive() -> None:
+def test_idle_thread_keeps_no_reference_to_its_last_work() -> None:
     class Thing:
         pass
 
@@ -158,7 +158,7 @@ def test_an_idle_thread_keeps_nothing_of_its_last_work_alive() -> None:
     gone = weakref.ref(thing)
     stream.enqueue(lambda thing=thing: None)
     del thing
-    for _ in range(2):  # the second mark is behind the end of the first
+    for _ in range(2):  # the second event is behind the end of the first work
         stream.record().wait()
     gc.collect()
     assert gone() is None
@@ -166,7 +166,7 @@ def test_an_idle_thread_keeps_nothing_of_its_last_work_alive() -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]], list[list[int]]]:
-    """A model, prompts, and what transformers says to them."""
+    """A model, prompts, and the outputs of transformers."""
     folder = tmp_path_factory.mktemp("tiny")
     model = save(transformers.LlamaConfig(**GROUPED), folder)
     prompts = random_prompts(3) + [prompt[::-1] for prompt in random_prompts(4)]
@@ -177,7 +177,7 @@ Tiny = tuple[Path, list[list[int]], list[list[int]]]
 
 
 @pytest.mark.parametrize("kind", ["one thread", "threads", CUDA])
-def test_rule_device_tokens_steps_in_flight_give_what_each_prompt_gives_alone(kind: str, tiny: Tiny) -> None:
+def test_rule_device_tokens_steps_in_flight_give_the_output_of_each_prompt_alone(kind: str, tiny: Tiny) -> None:
     needs_cuda(kind)
     folder, prompts, expected = tiny
     loaded = load(options(folder, device="cuda" if kind == "cuda" else "cpu"))
@@ -188,12 +188,12 @@ def test_rule_device_tokens_steps_in_flight_give_what_each_prompt_gives_alone(ki
         pipeline.run(output_tokens=8)
         assert [pipeline.outputs[index] for index in range(len(prompts))] == expected
         assert pipeline.in_flight_most == 3
-        assert runner._staging.count <= 3, "as much memory as there are steps in flight"
+        assert runner._staging.count <= 3, "as many staging buffers as steps in flight"
         runner._streams.close()
 
 
 class CheckedPipeline(Pipeline):
-    """On checked streams, which go on by themselves whenever chance says so."""
+    """A pipeline on checked streams, which run at random moments."""
 
     checked: Checked
 
@@ -202,7 +202,7 @@ class CheckedPipeline(Pipeline):
             self.checked.advance()
         super().go_on()
 
-    def finish(self, result):  # type: ignore[no-untyped-def]  # as the base
+    def finish(self, result):  # type: ignore[no-untyped-def]  # as in the base class
         with self.checked.waiting():
             return super().finish(result)
 
@@ -237,7 +237,7 @@ def unordered(way: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def too_early(patches: pytest.MonkeyPatch) -> None:
-    """Memory comes back as soon as the step is launched."""
+    """A fault: staging memory is given back as soon as the step is launched."""
     run = ModelRunner.run
 
     def launched(runner: ModelRunner, batch: ModelBatch) -> PendingStep:
@@ -272,7 +272,7 @@ def waiting_for_a_number(patches: pytest.MonkeyPatch) -> None:
 
 
 def tokens_in_another_stream(patches: pytest.MonkeyPatch) -> None:
-    """The rows' tokens are kept on the way back, which is not the way on which they are fed."""
+    """A fault: tokens are kept in the copy-back stream, not in the stream that feeds them."""
     fetch, index_copy = Staging.fetch, torch.Tensor.index_copy_
 
     def kept(staging: Staging, stream: DeviceStream, computed: DeviceEvent) -> DeviceEvent | None:
@@ -311,8 +311,8 @@ BROKEN_RULES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 
 
 @pytest.mark.parametrize("broken", BROKEN_RULES)
-def test_a_broken_rule_is_seen(broken: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the test above says something."""
+def test_broken_rule_is_detected(broken: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each planted fault must fail the test above."""
     break_it, why = BROKEN_RULES[broken]
     folder, prompts, _ = tiny
     loaded = load(options(folder))
@@ -321,8 +321,8 @@ def test_a_broken_rule_is_seen(broken: str, tiny: Tiny, monkeypatch: pytest.Monk
         run_checked(loaded, prompts, seed=1)
 
 
-def test_a_row_that_is_fed_the_token_of_one_that_is_gone_is_seen(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every slot is freed at once, so what is fed is always stale."""
+def test_row_fed_the_token_of_an_ended_row_is_detected(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every slot is freed at once, so each token fed is stale."""
     folder, prompts, _ = tiny
     prepare = DeviceRows.prepare
 
@@ -337,7 +337,7 @@ def test_a_row_that_is_fed_the_token_of_one_that_is_gone_is_seen(tiny: Tiny, mon
         Pipeline(ModelRunner(loaded, debug_poison=True), prompts, 1).run(output_tokens=4)
 
 
-def test_the_debug_mode_is_turned_on_by_the_environment(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_mode_is_set_by_the_environment(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(options(tiny[0]))
     assert not ModelRunner(loaded)._debugs
     monkeypatch.setenv("CUELIGHT_DEBUG_POISON", "1")
@@ -346,10 +346,10 @@ def test_the_debug_mode_is_turned_on_by_the_environment(tiny: Tiny, monkeypatch:
 
 
 class Broken(Exception):
-    """What the model raises."""
+    """Raised by the model."""
 
 
-def test_a_step_that_raises_is_told_where_it_is_waited_for_and_the_next_is_sound(
+def test_failed_step_raises_where_it_is_awaited_and_the_next_step_is_right(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, prompts, expected = tiny
@@ -372,7 +372,7 @@ def test_a_step_that_raises_is_told_where_it_is_waited_for_and_the_next_is_sound
     runner._streams.close()
 
 
-def test_a_step_that_is_dropped_costs_no_more_than_its_own_memory(tiny: Tiny) -> None:
+def test_dropped_step_costs_only_its_own_memory(tiny: Tiny) -> None:
     folder, prompts, expected = tiny
     runner = ModelRunner(load(options(folder)), DeviceStreams.threads(), debug_poison=True)
     void = Driver(runner, prompts, seed=1)

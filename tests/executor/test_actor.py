@@ -1,4 +1,4 @@
-"""The executor's shell around a stub device: in a simulation, which draws the order of events, and in a system."""
+"""The executor actor around a stub device: in a simulation, which draws the order of events, and in a system."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ EXECUTOR: Role[ExecutorInbox] = Role("executor", ExecutorMessage, capacity=100)
 
 
 class Staged:
-    """An executor alone in a simulation, which has just started; the test is its scheduler."""
+    """An executor alone in a simulation, just started; the test is its scheduler."""
 
     def __init__(self, seed: int, load: Callable[[], StubDevice]) -> None:
         self.scheduler: Recorder[ExecutorLoading | ExecutorReady | ExecutorFailed] = Recorder()
@@ -83,7 +83,7 @@ def settled(seed: int, load: Callable[[], StubDevice]) -> Staged:
     return staged
 
 
-def test_a_loaded_device_is_announced_with_its_pool() -> None:
+def test_loaded_device_is_announced_with_its_pool() -> None:
     def load() -> StubDevice:
         staged.simulation.clock.call_later(2.5, lambda: None)
         staged.simulation.clock.jump()
@@ -95,11 +95,11 @@ def test_a_loaded_device_is_announced_with_its_pool() -> None:
     (ready,) = staged.scheduler.take()
     assert isinstance(ready, ExecutorReady)
     assert (ready.block_count, ready.block_size, ready.executor_id) == (40, 16, FIRST_EXECUTOR)
-    assert ready.seconds == 2.5, "which it took"
+    assert ready.seconds == 2.5, "the time from the start to the end of loading"
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_phases_of_loading_are_told_as_they_begin_and_timed(seed: int) -> None:
+def test_loading_phases_are_reported_as_they_begin_and_timed(seed: int) -> None:
     looks = iter(range(100))
 
     def load() -> StubDevice:
@@ -113,15 +113,15 @@ def test_the_phases_of_loading_are_told_as_they_begin_and_timed(seed: int) -> No
     staged = settled(seed, load)
     *before, ready = staged.scheduler.take()
     told = [ExecutorLoading(f"loading the model: {name}") for name in ("read", "pack", "read")]
-    # The thread that says so and the one that loads take turns as they like, and what comes late is not said any more.
+    # The thread that reports a phase and the one that loads run in any order, and late phases are not reported.
     assert before == [LOADING, *told[: len(before) - 1]]
     assert isinstance(ready, ExecutorReady)
     assert ready.phases == (("pack", 1.0), ("read", 4.0))
     load()
-    assert staged.scheduler.take() == [], "nobody waits for a load that is not part of a start"
+    assert staged.scheduler.take() == [], "only loads that are part of a start report phases"
 
 
-def test_it_reports_how_it_is_whenever_it_is_asked() -> None:
+def test_executor_reports_its_state_whenever_requested() -> None:
     staged = Staged(0, lambda: StubDevice(40, 16))
     report: GetExecutorState = GetExecutorState(staged.scheduler)
     staged.actor.handle(report)
@@ -132,7 +132,7 @@ def test_it_reports_how_it_is_whenever_it_is_asked() -> None:
     assert isinstance(ready, ExecutorReady) and ready == again
 
 
-def test_each_life_has_a_number_and_leaves_alone_what_is_meant_for_another() -> None:
+def test_each_life_has_a_number_and_ignores_messages_for_others() -> None:
     lives = []
     for seed in (1, 2):
         staged = settled(seed, lambda: StubDevice(8, 4))
@@ -145,7 +145,7 @@ def test_each_life_has_a_number_and_leaves_alone_what_is_meant_for_another() -> 
     assert lives[0] != lives[1]
 
 
-def test_a_lost_device_ends_its_life() -> None:
+def test_lost_device_ends_the_executors_life() -> None:
     class Lost(StubDevice):
         def run(self, batch: StubBatch) -> StepDone:
             raise DeviceLost("a sticky error")
@@ -154,10 +154,10 @@ def test_a_lost_device_ends_its_life() -> None:
     staged.run_steps(1)
     assert isinstance(error := getattr(staged.simulation.failure, "__cause__", None), DeviceLost)
     assert str(error) == "a sticky error"
-    assert staged.replies.messages == [], "whoever watches it hears of its end"
+    assert staged.replies.messages == [], "a watcher receives Terminated"
 
 
-def test_a_step_for_which_there_is_no_memory_says_so() -> None:
+def test_step_without_memory_fails_with_the_reason() -> None:
     class Full(StubDevice):
         def run(self, batch: StubBatch) -> StepDone:
             raise MemoryError("no room")
@@ -168,7 +168,7 @@ def test_a_step_for_which_there_is_no_memory_says_so() -> None:
     assert isinstance(failed, StepFailed) and failed.out_of_memory and not failed.contents_lost
 
 
-def test_what_host_memory_costs_is_announced_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_costs_of_host_memory_are_announced_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     host = HostTier(5, move_seconds=0.25, recompute_seconds=0.125)
     staged = Staged(0, lambda: StubDevice(40, 16, host=host))
     with caplog.at_level(logging.INFO, "cuelight"):
@@ -180,7 +180,7 @@ def test_what_host_memory_costs_is_announced_and_logged(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(("error", "text"), [(OSError("no weights"), "no weights"), (KeyError(), "KeyError()")])
-def test_a_failed_load_is_told(error: Exception, text: str) -> None:
+def test_failed_load_is_reported(error: Exception, text: str) -> None:
     def load() -> StubDevice:
         raise error
 
@@ -197,7 +197,7 @@ def test_every_step_is_answered_in_order(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_after_a_step_that_raises_the_rest_of_its_epoch_is_void(seed: int) -> None:
+def test_step_that_raises_voids_the_rest_of_its_epoch(seed: int) -> None:
     device = FailingDevice(8, 4, lambda step: step.epoch == 0 and step.step == 2)  # type: ignore[attr-defined]
     staged = settled(seed, lambda: device)
     staged.run_steps(5)
@@ -206,14 +206,14 @@ def test_after_a_step_that_raises_the_rest_of_its_epoch_is_void(seed: int) -> No
     assert isinstance(second, StepDone)
     assert failed == StepFailed(0, 2, "RuntimeError('a step that fails')")
     assert [(type(m), m.epoch, m.step) for m in void] == [(StepFailed, 0, 3), (StepFailed, 0, 4)]
-    assert device.steps == 2, "what comes after a failed step is not run"
+    assert device.steps == 2, "steps after a failed step are not run"
     staged.replies.messages.clear()
     staged.run_steps(3, epoch=1)
     assert [m.token_ids[0] for m in staged.replies.messages if isinstance(m, StepDone)] == tokens(3)
 
 
 class BadPreparation(StubDevice):
-    """Cannot lay out step 1 of epoch 0."""
+    """A device that cannot lay out step 1 of epoch 0."""
 
     def prepare(self, step: ExecuteStep) -> StubBatch:
         if (step.epoch, step.step) == (0, 1):
@@ -222,7 +222,7 @@ class BadPreparation(StubDevice):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_step_that_cannot_be_prepared_fails_and_voids_what_follows(seed: int) -> None:
+def test_step_that_cannot_be_prepared_fails_and_voids_later_steps(seed: int) -> None:
     device = BadPreparation(8, 4)
     staged = settled(seed, lambda: device)
     staged.run_steps(4)
@@ -237,7 +237,7 @@ def test_a_step_that_cannot_be_prepared_fails_and_voids_what_follows(seed: int) 
 
 
 class Copier(StubDevice):
-    """Notes what it does, and fails at what it is told to: "prepare 1", "run 2", "save 3", "load 3"."""
+    """Records its work, and fails at the work named: "prepare 1", "run 2", "save 3", "load 3"."""
 
     def __init__(self, *failing: str) -> None:
         super().__init__(20, 4, host=stub_host(8))
@@ -267,7 +267,7 @@ class Copier(StubDevice):
 
 
 def run_copying_steps(seed: int, device: Copier, steps: int = 4) -> tuple[Staged, list[StepDone | StepFailed]]:
-    """Each step saves a block to the host block of its number and loads that to another of the pool."""
+    """Run steps that each save a block to the host block of their number and load that to another block of the pool."""
     staged = settled(seed, lambda: device)
     for number in range(steps):
         save = BlockCopies(CopyKind.SAVE, (1,), (number,))
@@ -279,7 +279,7 @@ def run_copying_steps(seed: int, device: Copier, steps: int = 4) -> tuple[Staged
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_steps_copies_are_made_in_order_before_it_runs(seed: int) -> None:
+def test_copies_of_a_step_are_made_in_order_before_it_runs(seed: int) -> None:
     device = Copier()
     _, replies = run_copying_steps(seed, device)
     assert device.done == [f"{what} {number}" for number in range(4) for what in ("save", "load", "run")]
@@ -288,7 +288,7 @@ def test_a_steps_copies_are_made_in_order_before_it_runs(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("failing", ["run 1", "prepare 1"])
-def test_the_copies_of_failed_and_void_steps_are_made_all_the_same(failing: str, seed: int) -> None:
+def test_copies_of_failed_and_void_steps_are_made(failing: str, seed: int) -> None:
     device = Copier(failing)
     _, replies = run_copying_steps(seed, device)
     assert device.done == [
@@ -296,7 +296,7 @@ def test_the_copies_of_failed_and_void_steps_are_made_all_the_same(failing: str,
         *("save 1", "load 1", "save 2", "load 2", "save 3", "load 3"),
     ]
     void = "an earlier step of this epoch failed"
-    assert isinstance(replies[0], StepDone), "what comes before it is not touched"
+    assert isinstance(replies[0], StepDone), "earlier steps are not affected"
     assert replies[1:] == [
         StepFailed(0, 1, f"OSError('cannot {failing}')"),
         StepFailed(0, 2, void),
@@ -306,7 +306,7 @@ def test_the_copies_of_failed_and_void_steps_are_made_all_the_same(failing: str,
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("failing", ["save 1", "load 1"])
-def test_a_copy_that_fails_loses_the_contents_and_voids_the_epoch(failing: str, seed: int) -> None:
+def test_copy_that_fails_loses_the_contents_and_voids_the_epoch(failing: str, seed: int) -> None:
     device = Copier(failing)
     staged, replies = run_copying_steps(seed, device)
     assert [done for done in device.done if done.startswith("run")] == ["run 0"]
@@ -322,7 +322,7 @@ def test_a_copy_that_fails_loses_the_contents_and_voids_the_epoch(failing: str, 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_copy_of_a_void_step_that_fails_is_told_too(seed: int) -> None:
+def test_failed_copy_of_a_void_step_is_reported(seed: int) -> None:
     staged, replies = run_copying_steps(seed, Copier("run 1", "load 2", "run 3"))
     assert [m.contents_lost for m in replies if isinstance(m, StepFailed)] == [False, True, False]
     staged.run_steps(1, epoch=1)
@@ -330,7 +330,7 @@ def test_a_copy_of_a_void_step_that_fails_is_told_too(seed: int) -> None:
 
 
 class Later(Generic[M]):
-    """A piece of work of a device that works by itself: done at the latest when somebody waits for it."""
+    """Work of an asynchronous device: done at the latest when `wait()` is called."""
 
     def __init__(self, device: LateCopier, work: Callable[[], M]) -> None:
         self._device, self._work = device, work
@@ -341,18 +341,18 @@ class Later(Generic[M]):
     def do(self) -> None:
         try:
             self._result = self._work()
-        except Exception as error:  # what follows a failed step may fail in any way
+        except Exception as error:  # work behind a failed step may fail in any way
             self._error = error
 
     def wait(self) -> M:
         self._device.catch_up(self)
         if self._error is not None:
             raise self._error
-        return self._result  # type: ignore[return-value]  # there is one now
+        return self._result  # type: ignore[return-value]  # set by the work
 
 
 class LateCopier(Copier):
-    """As `Copier`, but it goes on by itself; failures show to who waits. Work named in `at_once` is not put off."""
+    """An asynchronous `Copier`: failures are raised by `wait()`. Work named in `at_once` is not put off."""
 
     def __init__(self, *failing: str, seed: int, at_once: tuple[str, ...] = ()) -> None:
         super().__init__(*failing)
@@ -360,13 +360,13 @@ class LateCopier(Copier):
         self._chance, self._at_once = random.Random(seed), at_once
 
     def catch_up(self, last: Later[object] | None = None) -> None:
-        """Do all that is in line, up to `last`; or some of it."""
+        """Do all work in line up to `last`, or a random part of it."""
         count = self._chance.randint(0, len(self.line))
         while self.line and (last in self.line if last is not None else count > 0):
             count -= 1
             self.line.pop(0).do()
 
-    def copy(self, copies: BlockCopies) -> Later[None]:  # type: ignore[override]  # the base answers at once
+    def copy(self, copies: BlockCopies) -> Later[None]:  # type: ignore[override]  # the base class answers at once
         self.catch_up()
         return Later(self, lambda: Copier.copy(self, copies))
 
@@ -381,17 +381,15 @@ class LateCopier(Copier):
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("at_once", [(), ("run 1",), ("run 0", "run 2")])
-def test_a_device_that_works_by_itself_is_given_the_next_step_before_anybody_waits(
-    at_once: tuple[str, ...], seed: int
-) -> None:
+def test_asynchronous_device_gets_the_next_step_before_the_last_is_awaited(at_once: tuple[str, ...], seed: int) -> None:
     device = LateCopier(seed=seed, at_once=at_once)
     _, replies = run_copying_steps(seed, device)
     assert device.done == [f"{what} {number}" for number in range(4) for what in ("save", "load", "run")]
-    assert [m.step for m in replies] == [0, 1, 2, 3], "answered in order, whoever is over first"
+    assert [m.step for m in replies] == [0, 1, 2, 3], "answered in order, whichever step is done first"
     assert [m.token_ids[0] for m in replies if isinstance(m, StepDone)] == tokens(4)
 
 
-def test_a_step_is_launched_while_the_one_before_is_waited_for() -> None:
+def test_step_is_launched_while_the_previous_one_is_awaited() -> None:
     device = LateCopier(seed=0)
     staged = settled(0, lambda: device)
     launched: list[int] = []
@@ -409,9 +407,7 @@ def test_a_step_is_launched_while_the_one_before_is_waited_for() -> None:
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("at_once", [(), ("run 2",), ("run 0", "run 1")])
 @pytest.mark.parametrize("failing", ["run 1", "prepare 1"])
-def test_a_failure_that_shows_late_voids_what_follows_and_not_what_came_before(
-    failing: str, at_once: tuple[str, ...], seed: int
-) -> None:
+def test_late_failure_voids_later_steps_and_no_earlier_one(failing: str, at_once: tuple[str, ...], seed: int) -> None:
     device = LateCopier(failing, seed=seed, at_once=at_once)
     staged, replies = run_copying_steps(seed, device)
     void = "an earlier step of this epoch failed"
@@ -423,7 +419,7 @@ def test_a_failure_that_shows_late_voids_what_follows_and_not_what_came_before(
     ]
     copied = [done for done in device.done if not done.startswith("run")]
     assert copied == [f"{what} {number}" for number in range(4) for what in ("save", "load")], "copies are made"
-    assert device.line == [], "whatever was launched is waited for"
+    assert device.line == [], "every launched step is awaited"
     device.failing = ()
     staged.run_steps(3, epoch=1)
     assert [m.token_ids[0] for m in staged.replies.messages if isinstance(m, StepDone)] == tokens(3)
@@ -432,9 +428,7 @@ def test_a_failure_that_shows_late_voids_what_follows_and_not_what_came_before(
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("failing", [("save 1",), ("load 1",), ("load 1", "run 1"), ("run 0", "save 1")])
 @pytest.mark.parametrize("at_once", [(), ("run 1",)])
-def test_a_copy_that_fails_late_loses_the_contents(
-    at_once: tuple[str, ...], failing: tuple[str, ...], seed: int
-) -> None:
+def test_copy_that_fails_late_loses_the_contents(at_once: tuple[str, ...], failing: tuple[str, ...], seed: int) -> None:
     device = LateCopier(*failing, seed=seed, at_once=at_once)
     staged, replies = run_copying_steps(seed, device)
     assert isinstance(replies[0], StepFailed if "run 0" in failing else StepDone)
@@ -446,7 +440,7 @@ def test_a_copy_that_fails_late_loses_the_contents(
     assert [m.token_ids[0] for m in staged.replies.messages if isinstance(m, StepDone)] == tokens(3)
 
 
-async def test_in_a_system_steps_run_off_the_loop_and_answers_come_in_order() -> None:
+async def test_system_runs_steps_off_the_loop_and_answers_in_order() -> None:
     loop_thread = threading.get_ident()
     threads: set[int] = set()
 
@@ -478,7 +472,7 @@ async def test_in_a_system_steps_run_off_the_loop_and_answers_come_in_order() ->
     assert loop_thread not in threads
 
 
-async def test_in_a_system_a_failed_load_and_a_failed_step_are_messages_and_the_actor_lives() -> None:
+async def test_system_gets_failed_load_and_failed_step_as_messages() -> None:
     told: asyncio.Queue[object] = asyncio.Queue()
     address: _Through[object] = _Through(told.put_nowait)
 
@@ -504,7 +498,7 @@ async def test_in_a_system_a_failed_load_and_a_failed_step_are_messages_and_the_
 
 
 class _Through(Generic[M]):
-    """An address that hands what it is told to a function."""
+    """An address that passes each message to a function."""
 
     def __init__(self, hear: Callable[[M], object]) -> None:
         self._hear = hear

@@ -1,4 +1,4 @@
-"""Attention in plain torch and in native code, and who is chosen where."""
+"""Attention in plain torch and in native code, and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NATIVE = cache_directory() / "native"
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_reference_is_what_float64_says(shape: str, mix: str) -> None:
+def test_reference_matches_float64(shape: str, mix: str) -> None:
     case = dataclasses.replace(SHAPES[shape], rows=MIXES[mix], is_spoilt=False)
     check(case, choose("reference", case.spec(CPU), None), CPU)
 
@@ -38,7 +38,7 @@ def test_the_reference_is_what_float64_says(shape: str, mix: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_reference_on_the_gpu(shape: str, mix: str) -> None:
+def test_reference_on_the_gpu(shape: str, mix: str) -> None:
     case = dataclasses.replace(SHAPES[shape], rows=MIXES[mix], is_spoilt=False)
     check(case, choose("reference", case.spec(CUDA), None), CUDA)
 
@@ -46,13 +46,13 @@ def test_the_reference_on_the_gpu(shape: str, mix: str) -> None:
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("shape", ["grouped", "alone", "bfloat16"])
-def test_native_attention_is_what_float64_says(shape: str, mix: str) -> None:
+def test_native_attention_matches_float64(shape: str, mix: str) -> None:
     case = dataclasses.replace(SHAPES[shape], rows=MIXES[mix])
     check(case, choose("cpu", case.spec(CPU), NATIVE), CPU)
 
 
 def choice(name: str, spec: AttentionSpec) -> tuple[str, str, MutableMapping[str, object]]:
-    """Its name, and what is in the log: how loud, and what."""
+    """The name of the chosen backend, and the level and text of the log event."""
     with structlog.testing.capture_logs() as events:
         backend = choose(name, spec, NATIVE)
     (event,) = [event for event in events if event["event"] == "attention_backend"]
@@ -60,7 +60,7 @@ def choice(name: str, spec: AttentionSpec) -> tuple[str, str, MutableMapping[str
 
 
 @pytest.mark.usefixtures("native")
-def test_on_the_cpu_native_code_is_chosen_where_it_can() -> None:
+def test_native_attention_is_chosen_on_the_cpu_where_possible() -> None:
     spec = Case(()).spec(CPU)
     assert choice("auto", spec)[:2] == ("cpu", "info")
     for others, why in (
@@ -75,13 +75,13 @@ def test_on_the_cpu_native_code_is_chosen_where_it_can() -> None:
             choose("cpu", dataclasses.replace(spec, **others), NATIVE)  # type: ignore[arg-type]
 
 
-def test_native_code_is_for_the_cpu() -> None:
+def test_native_attention_is_refused_on_cuda() -> None:
     with pytest.raises(CannotLoad, match="attention 'cpu' is not available: it runs on the CPU, not on cuda"):
         choose("cpu", Case(()).spec(CUDA), NATIVE)
 
 
 class Chosen:
-    """A backend that is only chosen."""
+    """A backend that is chosen and never run."""
 
     is_token_major = False
 
@@ -97,7 +97,7 @@ class Chosen:
         (("triton", "flash"), "reference", "warning"),
     ],
 )
-def test_on_cuda_the_first_that_can_is_chosen(
+def test_first_possible_backend_is_chosen_on_cuda(
     lacking: Sequence[str], chosen: str, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(name: str, spec: AttentionSpec, code_folder: Path | None) -> AttentionBackend:
@@ -112,7 +112,7 @@ def test_on_cuda_the_first_that_can_is_chosen(
 
 
 @pytest.mark.usefixtures("native")
-def test_where_triton_is_not_installed_it_says_so_and_others_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_triton_is_refused_by_name_and_skipped_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(model, "triton_kernels", raising=False)
     monkeypatch.delitem(sys.modules, f"{model.__name__}.triton_kernels", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -123,7 +123,7 @@ def test_where_triton_is_not_installed_it_says_so_and_others_do_without(monkeypa
 
 
 def test_kernels_that_do_not_run_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as where the driver is too old, or where what launches them cannot be compiled."""
+    """Such as with an old driver, or where the launcher of the kernels cannot be compiled."""
     triton_kernels = pytest.importorskip("cuelight.actors.executor.model.triton_kernels")
 
     class Old(triton_kernels.TritonKernels):  # type: ignore[misc, name-defined]
@@ -136,7 +136,7 @@ def test_kernels_that_do_not_run_are_not_chosen(monkeypatch: pytest.MonkeyPatch)
         choose("triton", Case(()).spec(CPU), None)
 
 
-def test_kernels_that_compute_something_else_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_with_wrong_results_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_kernels = pytest.importorskip("cuelight.actors.executor.model.triton_kernels")
 
     class Wrong(triton_kernels.TritonKernels):  # type: ignore[misc, name-defined]
@@ -151,7 +151,7 @@ def test_kernels_that_compute_something_else_are_not_chosen(monkeypatch: pytest.
         choose("triton", Case(()).spec(CPU), None)
 
 
-def test_a_name_that_does_not_exist_is_refused() -> None:
+def test_unknown_backend_is_refused() -> None:
     with pytest.raises(CannotLoad, match="no attention 'nonesuch'"):
         choose("nonesuch", Case(()).spec(CPU), None)
 
@@ -160,7 +160,7 @@ def spec(config: transformers.PreTrainedConfig) -> AttentionSpec:
     return AttentionSpec.of(config, CPU, torch.float32, 16)
 
 
-def test_what_a_model_needs_stands_in_its_configuration() -> None:
+def test_requirements_of_a_model_come_from_its_configuration() -> None:
     llama = spec(transformers.LlamaConfig(**GROUPED))
     assert (llama.heads, llama.kv_heads, llama.head_dim, llama.query_groups) == (6, 2, 8, 3)
     assert (llama.window, llama.softcap) == (None, None)
@@ -168,7 +168,7 @@ def test_what_a_model_needs_stands_in_its_configuration() -> None:
     assert (gemma.head_dim, gemma.window, gemma.softcap) == (32, 8, 3.0)
 
 
-def test_a_window_counts_where_it_cuts_a_context_short() -> None:
+def test_window_counts_where_it_is_shorter_than_the_context() -> None:
     mistral = lambda window: spec(transformers.MistralConfig(**GROUPED, sliding_window=window)).window  # noqa: E731
     assert [mistral(window) for window in (None, 255, 256, 4096)] == [None, 255, None, None]
     qwen = {**GROUPED, "sliding_window": 8, "max_window_layers": 1}
@@ -187,7 +187,7 @@ def test_a_window_counts_where_it_cuts_a_context_short() -> None:
         ({"is_causal": False}, "those after them"),
     ],
 )
-def test_what_the_attention_function_does_not_know_is_refused(given: dict[str, object], why: str) -> None:
+def test_arguments_unknown_to_the_attention_function_are_refused(given: dict[str, object], why: str) -> None:
     module = torch.nn.Module()
     module.layer_idx = 0  # type: ignore[assignment]
     q = torch.zeros(1, 2, 3, 8)
@@ -195,8 +195,8 @@ def test_what_the_attention_function_does_not_know_is_refused(given: dict[str, o
         _paged_attention(module, q, q, q, **{"attention_mask": None, **given})  # type: ignore[arg-type]
 
 
-def test_triton_is_a_backend_that_plans() -> None:
-    """What the graphs of decode steps ask for."""
+def test_triton_backend_plans_steps() -> None:
+    """CUDA graphs of decode steps need a plan."""
     from cuelight.actors.executor.model.graphs import PlanningBackend
 
     assert issubclass(TritonBackend, PlanningBackend)

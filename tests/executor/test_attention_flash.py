@@ -1,4 +1,4 @@
-"""The backend on torch's `varlen_attn`: what it gives that function, and what it says where it cannot be had."""
+"""The backend on torch's `varlen_attn`: the arguments of that function, and the reasons for refusing the backend."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = {**MIXES, "several pages": ((700, 1), (256, 1), (257, 2), (512, 40), (300
 
 @pytest.mark.parametrize("mix", LONG)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_flash_attention_is_what_float64_says(shape: str, mix: str) -> None:
+def test_flash_attention_matches_float64(shape: str, mix: str) -> None:
     case = dataclasses.replace(SHAPES[shape], rows=LONG[mix])
     second, third = Varlen(is_version_2=True), Varlen(is_version_2=False)
     check(case, FlashBackend(second, CPU, is_version_2=True), CPU)
@@ -39,7 +39,7 @@ def test_flash_attention_is_what_float64_says(shape: str, mix: str) -> None:
     assert second.calls == third.calls == 2
 
 
-def test_blocks_move_in_a_pool_where_a_tokens_heads_lie_together() -> None:
+def test_token_major_pool_copies_blocks_like_a_plain_one() -> None:
     shape = {"layers": 2, "block_count": 6, "block_size": 4, "kv_heads": 3, "head_dim": 8}
     pools = [KVPool(**shape, dtype=torch.float32, device=CPU, is_token_major=major) for major in (False, True)]
     for number, tensors in enumerate(zip(*((*pool.keys, *pool.values) for pool in pools), strict=True)):
@@ -65,7 +65,7 @@ def spec(**others: object) -> AttentionSpec:
 
 @pytest.fixture
 def _no_trial(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if there were a GPU, and it did what it was asked."""
+    """Act as if there were a GPU on which the trial run succeeds."""
     monkeypatch.setattr(attention_flash, "varlen_attention", lambda: Varlen(is_version_2=True))
     monkeypatch.setattr(attention_flash, "is_version_2", lambda: True)
     monkeypatch.setattr(backends, "_try", lambda backend, spec: None)
@@ -91,7 +91,7 @@ def test_flash_is_refused_with_the_reason(others: dict[str, object], why: str) -
 
 
 @pytest.mark.usefixtures("_no_trial")
-def test_flash_is_chosen_for_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_is_chosen_where_it_supports_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for others in ({}, {"window": 128}, {"dtype": torch.float16}, {"block_size": 512}, {"head_dim": 256}):
         backend = choose("flash", spec(**others), None)
         assert isinstance(backend, FlashBackend) and backend.is_token_major
@@ -99,13 +99,13 @@ def test_flash_is_chosen_for_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> 
     assert choose("flash", spec(block_size=16), None).name == "flash"
 
 
-def test_a_torch_without_block_tables_has_no_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_needs_a_torch_with_block_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_flash, "varlen_attention", lambda: None)
     with pytest.raises(CannotLoad, match=r"no varlen_attn that reads block tables: 2\.12 has"):
         choose("flash", spec(), None)
 
 
-def test_an_old_varlen_attn_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_refuses_an_old_varlen_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
 
     def old(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float) -> None: ...

@@ -1,4 +1,4 @@
-"""Steps planned for the kernels on block tables: all of it but the kernels, which are plain torch here."""
+"""Plans of steps for the kernels on block tables, carried out in plain torch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def backend(case: Case, *, span: int | None = None, processors: int = 2) -> Trit
 @pytest.mark.parametrize("span", [None, 7])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("shape", ["grouped", "window", "window, capped, bfloat16"])
-def test_a_plan_is_carried_out_as_float64_says(shape: str, mix: str, span: int | None) -> None:
+def test_planned_attention_matches_float64(shape: str, mix: str, span: int | None) -> None:
     case = dataclasses.replace(SHAPES[shape], rows=MIXES[mix])
     check(case, backend(case, span=span), CPU)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_step_is_divided_into_what_makes_it_up(seed: int) -> None:
-    """Each pair of a token and a key it sees is in exactly one item, and partial results are merged once."""
+def test_plan_covers_each_token_and_key_once(seed: int) -> None:
+    """Each pair of a token and a key it attends to is in exactly one item, and partial results are merged once."""
     chance = random.Random(seed)
     groups, size = chance.choice([1, 3, 8]), chance.choice([1, 16])
     rows = [(length, chance.choice([1, 1, chance.randint(1, length)])) for length in chance.sample(range(1, 5000), 9)]
@@ -102,21 +102,21 @@ def test_decodes_of_one_padded_size_share_a_key_whatever_their_contexts() -> Non
     assert len(keys) == 1
     many = {planner.plan(step([(chance.randint(1, 2000), 1) for _ in range(250)], 16), 256).key for _ in range(50)}
     assert len(many) == 1
-    assert many.pop().merges == 0, "there are rows enough"
+    assert many.pop().merges == 0, "rows enough for all processors"
     uneven = planner.plan(step([(30000, 1)] + [(100, 1)] * 249, 16), 256).key
-    assert uneven.merges > 0, "the longest row would keep all others waiting"
+    assert uneven.merges > 0, "the longest row would delay all others"
 
 
 def test_few_long_rows_are_divided_among_all_processors() -> None:
     planner = TritonPlanner(4, 8, 16, Tiling(16, 64, processors=132))
     for rows in ([(30000, 1)], [(8000, 1)] * 4):
         programs = 8 * planner.plan(step(rows, 16)).key.items
-        assert programs >= 132, "none is idle"
-    assert planner.plan(step([(100, 1)] * 3, 16)).key.items == 3, "what is short is not worth it"
+        assert programs >= 132, "no processor is idle"
+    assert planner.plan(step([(100, 1)] * 3, 16)).key.items == 3, "short rows are not worth dividing"
 
 
-def test_a_bound_plan_serves_every_step_of_its_key() -> None:
-    """As a graph does: bound once, and then only the numbers, queries, keys and values are others."""
+def test_bound_plan_serves_every_step_of_its_key() -> None:
+    """As with a graph: bound once; afterwards only the numbers, queries, keys and values change."""
     case = Case(((9, 1), (300, 1), (31, 1)))
     backend_of_it = backend(case, processors=4)
     others = [dataclasses.replace(case, rows=rows, seed=1) for rows in (((700, 1), (1, 1)), ((5, 1),))]
@@ -132,12 +132,12 @@ def test_a_bound_plan_serves_every_step_of_its_key() -> None:
         q = torch.cat([paged.q, torch.full((pads, 6, 16), 7.0)])
         got = backend_of_it.bind(paged.pool, plan.key, numbers).attend(0, q, k, v, SCALING)
         torch.testing.assert_close(got[: 4 - pads].double(), paged.expected(0), rtol=1e-4, atol=1e-4)
-        assert (got[4 - pads :] == 0).all(), "what pads is nothing"
-        assert paged.pool.keys[0][0].isnan().all(), "what pads is not stored"
+        assert (got[4 - pads :] == 0).all(), "padded rows give zeros"
+        assert paged.pool.keys[0][0].isnan().all(), "padded rows are not stored"
 
 
 @pytest.mark.parametrize("length", [250, 4321, 65_537, 300_001])
-def test_no_piece_of_a_long_row_is_without_keys(length: int) -> None:
+def test_no_part_of_a_long_row_is_without_keys(length: int) -> None:
     plan = TritonPlanner(4, 8, 16, Tiling(16, 64, processors=1), span=8 if length < 5000 else 256).plan(
         step([(length, 1)], 16)
     )

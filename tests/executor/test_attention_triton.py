@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, compiled for GPUs that need not be here, and on one that is."""
+"""The Triton kernels in Triton's interpreter, compiled for GPUs that need not be present, and on a present one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPLIT: dict[str, Case] = {
     "capped": Case(((130, 1), (65, 5)), softcap=2.0, groups=5),
     "bfloat16": Case(((130, 1), (65, 5)), dtype=torch.bfloat16, head_dim=64, block_size=16),
 }
-"""With spans of 64 or 128 these are divided."""
+"""Steps whose keys are divided with spans of 64 or 128."""
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +43,22 @@ KINDS = ((9, 1), (33, 1), (50, 7), (12, 12), (70, 24))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_kernels_are_what_float64_says(shape: str, interpreted: TritonProcess) -> None:
+def test_kernels_match_float64(shape: str, interpreted: TritonProcess) -> None:
     for rows in (MIXES["one token"], KINDS):
         interpreted.run(triton_checks.kernels_are_right, dataclasses.replace(SHAPES[shape], rows=rows), None)
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_keys_divided_among_programs_come_together_again(name: str, interpreted: TritonProcess) -> None:
+def test_keys_divided_among_programs_are_merged(name: str, interpreted: TritonProcess) -> None:
     interpreted.run(triton_checks.kernels_are_right, SPLIT[name], 128 if name == "long" else 64)
 
 
-def test_what_pads_a_step_is_nothing(interpreted: TritonProcess) -> None:
+def test_padding_of_a_step_gives_zeros(interpreted: TritonProcess) -> None:
     for rows in (((9, 1), (300, 1), (31, 1)), ((5, 1),)):
         interpreted.run(triton_checks.padding_is_nothing, Case(rows), 4)
 
 
-def test_with_a_fixed_span_a_row_is_the_same_in_any_company(interpreted: TritonProcess) -> None:
+def test_row_with_a_fixed_span_is_independent_of_other_rows(interpreted: TritonProcess) -> None:
     case = Case(((130, 1), (20, 1), (70, 1), (300, 1), (5, 1)))
     interpreted.run(triton_checks.a_row_is_the_same_in_any_company, case, 64)
 
@@ -77,12 +77,12 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_models_say_what_transformers_makes_them_say(family: str, interpreted: TritonProcess) -> None:
+def test_models_give_the_tokens_of_transformers(family: str, interpreted: TritonProcess) -> None:
     interpreted.run(triton_checks.outputs_are_those_of_transformers, MODELS[family]())
 
 
 FAST_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
-"""Bytes a program may have, by compute capability."""
+"""Bytes of shared memory that a program may use, by compute capability."""
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ FAST_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
         (90, "fp32", Case((), kv_heads=3, head_dim=80, block_size=3, window=5), 32),
     ],
 )
-def test_the_kernels_compile_and_fit_a_gpu(capability: int, type_name: str, case: Case, rows: int) -> None:
+def test_kernels_compile_and_fit_a_gpu(capability: int, type_name: str, case: Case, rows: int) -> None:
     shared = triton_checks.compiled(capability, type_name, case, rows)
     # Two programs at a time at least, so that one computes while the other waits for memory.
     assert 0 < shared <= FAST_MEMORY[capability] // (2 if type_name != "fp32" else 1)
 
 
-def test_without_triton_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_triton_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "cuelight.actors.executor.model.triton_kernels", raising=False)
     monkeypatch.delattr(model, "triton_kernels", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -111,7 +111,7 @@ def test_without_triton_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("span", [None, 64])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_kernels_on_the_gpu(shape: str, mix: str, span: int | None) -> None:
+def test_kernels_on_the_gpu(shape: str, mix: str, span: int | None) -> None:
     triton_checks.kernels_are_right(dataclasses.replace(SHAPES[shape], rows=MIXES[mix]), span, CUDA)
 
 

@@ -1,4 +1,4 @@
-"""The executor's rows and the flat batch: plain bookkeeping."""
+"""The rows of the executor and the flat batch of a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def flat(batch: Batch) -> list[tuple[int, int, int, int]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def test_a_whole_prompt_is_laid_out_over_its_blocks_and_samples_once() -> None:
+def test_whole_prompt_is_laid_out_over_its_blocks_and_samples_once() -> None:
     batch = DeviceRows(4).prepare(step({1: 6}, rows=(row(1, [10, 11, 12, 13, 14, 15], [7, 3]),), epoch=5, number=9))
     assert (batch.epoch, batch.step) == (5, 9)
     assert flat(batch) == [(10, 0, 7, 0), (11, 1, 7, 1), (12, 2, 7, 2), (13, 3, 7, 3), (14, 4, 3, 0), (15, 5, 3, 1)]
@@ -59,7 +59,7 @@ def test_a_whole_prompt_is_laid_out_over_its_blocks_and_samples_once() -> None:
     assert (drawn.request_id, drawn.slot, drawn.index, drawn.position, drawn.output_index) == (1, 0, 5, 6, 0)
 
 
-def test_rule_partial_chunk_a_partial_chunk_draws_nothing_and_the_next_goes_on() -> None:
+def test_rule_partial_chunk_samples_nothing_and_the_next_chunk_continues() -> None:
     rows = DeviceRows(4)
     first = rows.prepare(step({1: 3}, rows=(row(1, [10, 11, 12, 13, 14], [7, 3]),)))
     assert first.sampling_rows == []
@@ -73,7 +73,7 @@ def test_rule_partial_chunk_a_partial_chunk_draws_nothing_and_the_next_goes_on()
     assert [drawn.position for drawn in third.sampling_rows] == [5]
 
 
-def test_a_decode_takes_its_token_from_the_device() -> None:
+def test_decode_takes_its_token_from_the_device() -> None:
     rows = DeviceRows(4)
     rows.prepare(step({1: 2}, rows=(row(1, [10, 11], [7]),)))
     for index in range(1, 3):
@@ -83,7 +83,7 @@ def test_a_decode_takes_its_token_from_the_device() -> None:
         assert (batch.sampling_rows[0].position, batch.sampling_rows[0].output_index) == (2 + index, index)
 
 
-def test_decodes_and_prefills_share_a_batch_in_the_order_given() -> None:
+def test_decodes_and_prefills_share_a_batch_in_the_given_order() -> None:
     rows = DeviceRows(2)
     rows.prepare(step({1: 2, 2: 1}, rows=(row(1, [10, 11], [1]), row(2, [20], [2]))))
     grown = {1: [3], 2: []}
@@ -92,10 +92,10 @@ def test_decodes_and_prefills_share_a_batch_in_the_order_given() -> None:
     assert [(s.start, s.stop, s.context_length) for s in batch.chunks] == [(0, 1, 2), (1, 2, 3), (2, 5, 3)]
     assert [(drawn.request_id, drawn.index) for drawn in batch.sampling_rows] == [(2, 0), (1, 1)]
     assert flat(batch)[2:] == [(30, 0, 4, 0), (31, 1, 4, 1), (32, 2, 5, 0)]
-    assert flat(batch)[1][1:] == (2, 3, 0), "into the block that came with this very step"
+    assert flat(batch)[1][1:] == (2, 3, 0), "into the block that came with this step"
 
 
-def test_a_row_with_cached_tokens_starts_behind_them() -> None:
+def test_row_with_cached_tokens_starts_behind_them() -> None:
     batch = DeviceRows(2).prepare(step({1: 1}, rows=(row(1, [10, 11, 12, 13, 14], [8, 9, 4], computed=4),)))
     assert flat(batch) == [(14, 4, 4, 0)]
     assert batch.fed == []
@@ -103,15 +103,15 @@ def test_a_row_with_cached_tokens_starts_behind_them() -> None:
     assert len(batch.sampling_rows) == 1
 
 
-def test_a_preempted_row_comes_back_with_its_output_as_known_tokens() -> None:
-    """What it sampled before counts as output, so that `min_tokens` and the seed's positions go on."""
+def test_preempted_row_returns_with_its_output_as_known_tokens() -> None:
+    """Earlier samples count as output, so that `min_tokens` and the seed's positions continue."""
     batch = DeviceRows(4).prepare(step({1: 5}, rows=(row(1, [10, 11, 90, 91, 92], [1, 2], prompt=2),)))
     assert batch.token_ids.tolist() == [10, 11, 90, 91, 92]
     assert batch.fed == []
     assert (batch.sampling_rows[0].position, batch.sampling_rows[0].output_index) == (5, 3)
 
 
-def test_slots_are_taken_over_lowest_first_also_within_the_step_that_frees_them() -> None:
+def test_lowest_freed_slots_are_reused_even_within_the_step() -> None:
     rows = DeviceRows(4)
     rows.prepare(step({1: 1, 2: 1, 3: 1}, rows=tuple(row(i, [i], [i]) for i in (1, 2, 3))))
     assert rows.slot_count == 3
@@ -121,14 +121,14 @@ def test_slots_are_taken_over_lowest_first_also_within_the_step_that_frees_them(
     assert rows.slot_count == 4
 
 
-def test_a_request_may_end_and_come_back_in_one_step() -> None:
+def test_request_ends_and_returns_in_one_step() -> None:
     rows = DeviceRows(4)
     rows.prepare(step({1: 2}, rows=(row(1, [10, 11], [1]),)))
     batch = rows.prepare(step({1: 3}, ended=(1,), rows=(row(1, [10, 11, 12], [5], prompt=2),)))
     assert flat(batch) == [(10, 0, 5, 0), (11, 1, 5, 1), (12, 2, 5, 2)]
 
 
-def test_a_new_epoch_starts_with_no_rows_and_all_slots() -> None:
+def test_new_epoch_starts_with_no_rows_and_all_slots() -> None:
     rows = DeviceRows(4)
     rows.prepare(step({1: 1, 2: 1}, rows=(row(1, [1], [1]), row(2, [2], [2]))))
     batch = rows.prepare(step({1: 2}, rows=(row(1, [1, 7], [3], prompt=1),), epoch=1))
@@ -139,15 +139,15 @@ def test_a_new_epoch_starts_with_no_rows_and_all_slots() -> None:
         rows.prepare(step({2: 1}, epoch=1))
 
 
-def test_an_empty_step_is_an_empty_batch() -> None:
+def test_empty_step_is_an_empty_batch() -> None:
     rows = DeviceRows(4)
     rows.prepare(step({1: 1}, rows=(row(1, [1], [1]),)))
     batch = rows.prepare(step({}, ended=(1,)))
     assert (len(batch.token_ids), batch.chunks, batch.sampling_rows) == (0, [], [])
 
 
-def test_an_earlier_batch_keeps_its_block_table_when_the_row_grows() -> None:
-    """The device may still run it while the next is prepared."""
+def test_earlier_batch_keeps_its_block_table_when_the_row_grows() -> None:
+    """The device may still run the earlier batch while the next is prepared."""
     rows = DeviceRows(1)
     first = rows.prepare(step({1: 2}, rows=(row(1, [10, 11], [7, 8]),)))
     rows.prepare(step({1: 1}, extensions={1: [9, 4]}))
@@ -157,13 +157,13 @@ def test_an_earlier_batch_keeps_its_block_table_when_the_row_grows() -> None:
 @pytest.mark.parametrize(
     ("chunk", "what"), [({1: 3}, "tokens that exist"), ({1: 2}, "covers the chunk")], ids=["tokens", "blocks"]
 )
-def test_a_step_that_asks_for_the_impossible_is_our_bug(chunk: dict[int, int], what: str) -> None:
+def test_impossible_step_is_an_assertion_error(chunk: dict[int, int], what: str) -> None:
     with pytest.raises(AssertionError, match=what):
         DeviceRows(1).prepare(step(chunk, rows=(row(1, [10, 11], [7]),)))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_in_any_schedule_each_token_is_computed_once_where_its_row_says(seed: int) -> None:
+def test_each_token_is_computed_once_at_its_position_in_any_schedule(seed: int) -> None:
     chance = random.Random(seed)
     block_size = chance.choice([1, 3, 16])
     rows = DeviceRows(block_size)

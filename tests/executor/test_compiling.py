@@ -1,6 +1,6 @@
-"""Layers that torch compiles: the same results, one piece of code for all of a kind and all sizes, and what goes wrong.
+"""Layers compiled by torch: equal results, shared code for all layers of a kind and all sizes, and failures.
 
-Most tests stop where torch has traced a layer, and run what it found as it is: generating code for it takes a while.
+Most tests run the graph that torch traced of a layer as it is: generating code for it takes a while.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedConfig], int]] = {
         2,
     ),
 }
-"""With how many kinds of layers each has."""
+"""Model configurations, each with its number of kinds of layers."""
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_layers_of_a_kind_share_code_for_any_number_of_tokens(family: str, tmp_p
     loaded = compiled(tmp_path)
     assert counters["graph_break"] == {}
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs == 2 * kinds, "one of a single token, and one of more"
+    assert graphs == 2 * kinds, "one for a single token, and one for more"
     for count in (1, 2, 7, 36, 37, 38, 90):
         torch.testing.assert_close(logits(loaded, count), judged(model, count), rtol=1e-4, atol=1e-4)
     assert counters["stats"]["unique_graphs"] == graphs, "nothing is compiled while requests wait"
@@ -100,7 +100,7 @@ def test_compiled_layers_serve_batches(others: dict[str, object], tmp_path: Path
         ]
 
 
-def test_what_cannot_be_compiled_stays_as_it_is(tmp_path: Path) -> None:
+def test_layers_that_cannot_be_compiled_stay_eager(tmp_path: Path) -> None:
     model = save(transformers.LlamaConfig(**GROUPED), tmp_path)
     loaded = load(options(tmp_path))
 
@@ -116,7 +116,7 @@ def test_what_cannot_be_compiled_stays_as_it_is(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(loaded, 9), judged(model, 9), rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_without_a_list_of_layers_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_without_a_list_of_layers_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(transformers.LlamaConfig(**GROUPED), tmp_path)
     loaded = load(options(tmp_path))
     monkeypatch.setattr(compiling, "decoder_layers", lambda _: None)
@@ -129,7 +129,7 @@ def test_a_model_without_a_list_of_layers_is_not_compiled(tmp_path: Path, monkey
     ("device", "eager", "wanted"),
     [("cpu", None, False), ("cpu", False, True), ("cpu", True, False), ("cuda", None, True), ("cuda", True, False)],
 )
-def test_who_is_compiled(device: str, eager: bool | None, wanted: bool, tmp_path: Path) -> None:
+def test_compiling_depends_on_device_and_option(device: str, eager: bool | None, wanted: bool, tmp_path: Path) -> None:
     save(transformers.LlamaConfig(**GROUPED), tmp_path)
     start = loading._TransformersLoader(options(tmp_path, eager=eager), loading.memory_of)
     start._device = torch.device(device)
@@ -138,7 +138,7 @@ def test_who_is_compiled(device: str, eager: bool | None, wanted: bool, tmp_path
 
 @pytest.fixture
 def artifacts(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What torch was given back, instead of its having compiled anything."""
+    """Record the artifacts that torch loads, instead of compiling anything."""
     given: list[bytes] = []
     monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda data: [given.append(data)])
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"compiled", None))
@@ -149,7 +149,9 @@ def stored(model: PreTrainedModel, folder: Path) -> compiling._CompiledLayersFil
     return compiling._CompiledLayersFile(folder, model)
 
 
-def test_what_was_compiled_is_kept_for_models_of_the_same_make(artifacts: list[bytes], tmp_path: Path) -> None:
+def test_compiled_layers_are_stored_for_models_of_the_same_configuration(
+    artifacts: list[bytes], tmp_path: Path
+) -> None:
     code = tmp_path / "not yet" / "there"
     models = [save(transformers.LlamaConfig(**shape), tmp_path / "model") for shape in (GROUPED, SHAPE)]
     stored(models[0], code).load()
@@ -167,7 +169,7 @@ def test_what_was_compiled_is_kept_for_models_of_the_same_make(artifacts: list[b
     assert list(code.iterdir()) == [file]
 
 
-def test_a_damaged_file_is_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save(transformers.LlamaConfig(**GROUPED), tmp_path / "model")
     store = stored(model, tmp_path / "code")
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"no such thing", None))
@@ -178,7 +180,7 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list((tmp_path / "code").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_is_told_and_no_more(artifacts: list[bytes], tmp_path: Path) -> None:
+def test_unusable_folder_is_logged(artifacts: list[bytes], tmp_path: Path) -> None:
     model = save(transformers.LlamaConfig(**GROUPED), tmp_path / "model")
     (tmp_path / "file").write_text("")
     with structlog.testing.capture_logs() as entries:
@@ -190,10 +192,10 @@ def test_a_folder_that_cannot_be_is_told_and_no_more(artifacts: list[bytes], tmp
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch needs a C++ compiler for code of its own")
 @pytest.mark.usefixtures("native")  # compiled before, and not into this test's folder
-def test_torchs_own_code_gives_the_same_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one test that goes all the way."""
+def test_code_compiled_by_torch_matches_and_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only test that runs the compiler itself."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
-    # Else it tries out in four processes what g++ can, in each of which torch is imported.
+    # Else torch probes g++ in four processes, each of which imports torch.
     monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
     # The precompiled header is this test's own: a program that is killed leaves half of the user's.
     for place in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):
@@ -212,7 +214,7 @@ def test_torchs_own_code_gives_the_same_and_is_kept(tmp_path: Path, monkeypatch:
     assert kept.stat().st_size > 10_000
 
 
-def test_a_layer_computes_the_norm_after_it_too(tmp_path: Path) -> None:
+def test_layer_also_computes_the_norm_after_it(tmp_path: Path) -> None:
     model = save(transformers.LlamaConfig(**{**GROUPED, "num_hidden_layers": 3}), tmp_path)
     given: list[int] = []
 
@@ -223,16 +225,16 @@ def test_a_layer_computes_the_norm_after_it_too(tmp_path: Path) -> None:
 
     loaded = compiled(tmp_path, spy)
     assert given == [2, 2], (
-        "what the layer gives, and that after the next one's norm; the first layer is like the others"
+        "the output of the layer, and that output after the norm of the next layer; the first layer shares this code"
     )
     norms = [module for module in loaded.model.modules() if isinstance(module, FusedNorm)]
     assert len(norms) == 7
     torch.testing.assert_close(logits(loaded, 9), judged(model, 9), rtol=1e-4, atol=1e-4)
-    assert not any(norm._ahead for norm in norms), "nothing is left over"
+    assert not any(norm._ahead for norm in norms), "every norm computed ahead was used"
 
 
 @torch.inference_mode()
-def test_a_norm_that_is_given_another_tensor_than_it_was_told_computes_anew() -> None:
+def test_norm_of_another_tensor_than_computed_ahead_is_computed_anew() -> None:
     norm = FusedNorm(RecognizedNorm(torch.ones(8), 1e-6, is_offset=False), torch.float32, None)
     x, y = torch.randn(2, 3, 8)
     norm.compute_ahead(x)
@@ -243,7 +245,7 @@ def test_a_norm_that_is_given_another_tensor_than_it_was_told_computes_anew() ->
     assert norm(x) is not ahead
 
 
-def test_code_that_computes_something_else_is_not_used(tmp_path: Path) -> None:
+def test_compiled_code_with_wrong_results_is_not_used(tmp_path: Path) -> None:
     model = save(transformers.LlamaConfig(**GROUPED), tmp_path)
     loaded = load(options(tmp_path))
 
@@ -259,7 +261,7 @@ def test_code_that_computes_something_else_is_not_used(tmp_path: Path) -> None:
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_on_cuda_compiled_layers_give_the_same_tokens(family: str, tmp_path: Path) -> None:
+def test_compiled_layers_give_the_same_tokens_on_cuda(family: str, tmp_path: Path) -> None:
     model = save(FAMILIES[family][0](), tmp_path)
     prompts = random_prompts(3)
     with structlog.testing.capture_logs() as entries:

@@ -1,4 +1,4 @@
-"""Decode steps through graphs: which are captured, how they are padded, and the same tokens as without."""
+"""Decode steps through CUDA graphs: captures, padding, and the same tokens as without graphs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SMALL = (1, 2, 4, 6)
 
 
 class LaunchedKernels(PlainKernels):
-    """What they do is one launch each, as of kernels on a device."""
+    """Kernels that each count as one launch, as on a device."""
 
     checked: Checked | None = None
 
@@ -73,7 +73,7 @@ class LaunchedKernels(PlainKernels):
         step: TritonStep,
         scores: ScoreOptions,
     ) -> None:
-        # Of the tables a launch knows where they begin, not how long they are.
+        # A launch has the address of a table, not its length.
         reads = [q, keys, values, step.items, step.tables[:1]]
         with self._launched("attend", reads, [out, step.partials, step.sums], step.key, scores):
             super().attend(q, keys, values, out, step, scores)
@@ -84,7 +84,7 @@ class LaunchedKernels(PlainKernels):
 
 
 def load_planned(folder: Path, span: int | None = None, **others: object) -> LoadedModel:
-    """With attention that plans, on the CPU, and nothing computed by what a device does not have."""
+    """Load with attention that plans, on the CPU, and with nothing computed by code that a device lacks."""
 
     def nothing(folder: Path | None) -> None:
         raise NoNativeCode("as on a device")
@@ -98,7 +98,7 @@ def load_planned(folder: Path, span: int | None = None, **others: object) -> Loa
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]], list[list[int]]]:
-    """A model, prompts, and what transformers says to them."""
+    """A model, prompts, and the outputs of transformers."""
     folder = tmp_path_factory.mktemp("tiny")
     model = save(transformers.LlamaConfig(**GROUPED), folder)
     prompts = random_prompts(3) + [prompt[::-1] for prompt in random_prompts(4)]
@@ -115,7 +115,7 @@ def graphs(loaded: LoadedModel, sizes: tuple[int, ...] = SMALL, capture: Capture
 
 
 def decodes(*lengths: int, sampling: int | None = None) -> Batch:
-    """A step of rows with a token each, of which so many sample; row `i` has block `i + 1` and so on alone."""
+    """A step of rows with one token each, the first `sampling` of which sample; no two rows share a block."""
     count, starts = len(lengths), np.cumsum([0, *(-(-length // 4) for length in lengths)]) + 1
     tables = [np.arange(starts[row], starts[row + 1]) for row in range(count)]
     last = np.array(lengths, np.int64) - 1
@@ -127,7 +127,7 @@ def decodes(*lengths: int, sampling: int | None = None) -> Batch:
     return batch
 
 
-def test_steps_are_padded_to_the_next_size_and_only_if_every_row_decodes(tiny: Tiny) -> None:
+def test_decode_steps_are_padded_to_the_next_size(tiny: Tiny) -> None:
     made = graphs(load_planned(tiny[0]))
     assert [made.size(decodes(*[5] * count)) for count in range(1, 9)] == [1, 2, 4, 4, 6, 6, None, None]
     assert made.size(Batch(0, 0, *np.zeros((4, 0), np.int64))) is None
@@ -137,7 +137,7 @@ def test_steps_are_padded_to_the_next_size_and_only_if_every_row_decodes(tiny: T
     assert made.size(chunk) is None
 
 
-def test_sizes_go_just_as_far_as_rows_do() -> None:
+def test_sizes_cover_the_largest_batch() -> None:
     assert sizes_up_to(1) == (1,)
     assert sizes_up_to(3) == (1, 2, 4)
     assert sizes_up_to(64)[-1] == 64
@@ -146,14 +146,14 @@ def test_sizes_go_just_as_far_as_rows_do() -> None:
     assert list(SIZES) == sorted(set(SIZES))
 
 
-def test_a_backend_that_does_not_plan_takes_no_part(tiny: Tiny) -> None:
+def test_backend_without_plans_has_no_graphs(tiny: Tiny) -> None:
     assert graphs_of(load(options(tiny[0])), CheckedGraphs()) is None
 
 
 @pytest.mark.parametrize("span", [None, 8])
 @pytest.mark.parametrize("warm", [False, True])
-def test_steps_through_graphs_give_what_each_prompt_gives_alone(span: int | None, warm: bool, tiny: Tiny) -> None:
-    """Rows of all lengths, in chunks and alone: every batch size, with steps that run without graphs between them."""
+def test_steps_through_graphs_give_the_output_of_each_prompt_alone(span: int | None, warm: bool, tiny: Tiny) -> None:
+    """Rows of all lengths, in chunks and alone: every batch size, with steps without graphs between them."""
     folder, prompts, expected = tiny
     loaded = load_planned(folder, span)
     made = graphs(loaded)
@@ -169,7 +169,7 @@ def test_steps_through_graphs_give_what_each_prompt_gives_alone(span: int | None
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_graphs_keep_the_order_of_memory_and_touch_nothing_that_the_host_has(seed: int, tiny: Tiny) -> None:
+def test_graphs_access_memory_in_order_and_leave_host_memory_alone(seed: int, tiny: Tiny) -> None:
     folder, prompts, expected = tiny
     loaded = load_planned(folder)
     made = graphs(loaded)
@@ -196,13 +196,13 @@ class CheckedPipeline(Pipeline):
             self.checked.advance()
         super().go_on()
 
-    def finish(self, result):  # type: ignore[no-untyped-def]  # as the base
+    def finish(self, result):  # type: ignore[no-untyped-def]  # as in the base class
         with self.checked.waiting():
             return super().finish(result)
 
 
 class Recording:
-    """Captures by remembering, and counts."""
+    """A capture that records the work, and counts."""
 
     def __init__(self) -> None:
         self.captured: list[dict[str, int]] = []
@@ -227,7 +227,7 @@ def run(made: DecodeGraphs, batch: Batch, size: int) -> torch.Tensor:
         return made.run(plan.key, size, ids, positions, torch.from_numpy(plan.numbers)).clone()
 
 
-def test_a_graph_is_captured_once_for_each_kind_and_then_replayed(tiny: Tiny) -> None:
+def test_graph_is_captured_once_per_key_and_then_replayed(tiny: Tiny) -> None:
     recording = Recording()
     made = graphs(load_planned(tiny[0]), capture=recording)
     for _ in range(3):
@@ -237,7 +237,7 @@ def test_a_graph_is_captured_once_for_each_kind_and_then_replayed(tiny: Tiny) ->
     assert recording.captured[0] == recording.captured[1], "all graphs have the same memory"
 
 
-def test_what_is_padded_makes_no_difference_and_leaves_no_trace(tiny: Tiny) -> None:
+def test_padding_changes_no_result_and_leaves_nothing_behind(tiny: Tiny) -> None:
     loaded = load_planned(tiny[0])
     made = graphs(loaded)
     alone = run(made, decodes(1), 1)
@@ -248,7 +248,7 @@ def test_what_is_padded_makes_no_difference_and_leaves_no_trace(tiny: Tiny) -> N
         torch.testing.assert_close(tensor, was)
 
 
-def test_longer_tables_than_there_was_room_for_are_captured_anew(tiny: Tiny) -> None:
+def test_longer_tables_than_allocated_are_captured_anew(tiny: Tiny) -> None:
     recording = Recording()
     loaded = load_planned(tiny[0], block_count=14)
     made = graphs(loaded, capture=recording)
@@ -262,7 +262,7 @@ def test_longer_tables_than_there_was_room_for_are_captured_anew(tiny: Tiny) -> 
     assert recording.captured[0]["numbers"] != recording.captured[1]["numbers"]
 
 
-def test_there_are_only_so_many_graphs(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_graphs_is_limited(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs_module, "GRAPHS_MAX", 1)
     loaded = load_planned(tiny[0])
     recording = Recording()
@@ -274,7 +274,7 @@ def test_there_are_only_so_many_graphs(tiny: Tiny, monkeypatch: pytest.MonkeyPat
     assert (made.count, recording.replayed) == (1, [0])
 
 
-def test_a_model_that_cannot_be_captured_runs_without_graphs(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_that_cannot_be_captured_runs_without_graphs(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
     class Unable:
         def capture(self, work: Callable[[], None], memory: Mapping[str, torch.Tensor]) -> Graph:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -300,19 +300,19 @@ def forward_with(loaded: LoadedModel, change: Callable[[torch.Tensor, torch.Tens
 
 
 def moved(kept: list[torch.Tensor], logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """Adds a tensor that is elsewhere each time."""
+    """Add a tensor that has another address each time."""
     kept.append(torch.from_numpy(np.zeros(1, np.float32)))
     return logits + kept[-1]
 
 
 def baked(steps: list[int], logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """Adds an integer of the host's that is another each time."""
+    """Add a host integer that differs each time."""
     steps.append(0)
     return logits + float(len(steps))
 
 
 def sized(steps: list[int], logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """Makes a tensor of another size each time."""
+    """Make a tensor of another size each time."""
     steps.append(0)
     return logits + logits.new_zeros(len(steps)).sum()
 
@@ -335,10 +335,10 @@ def chosen(_steps: list[int], logits: torch.Tensor, positions: torch.Tensor) -> 
         (chosen, "cannot wait"),
     ],
 )
-def test_what_a_graph_could_not_do_is_seen_without_one(
+def test_work_impossible_in_a_graph_is_detected_without_one(
     change: Callable[[list[object], torch.Tensor, torch.Tensor], torch.Tensor], why: str, tiny: Tiny
 ) -> None:
-    """So that the tests above say something."""
+    """Each planted fault must fail the checks of the tests above."""
     loaded = forward_with(load_planned(tiny[0]), partial(change, []))
     made = graphs(loaded)
     with pytest.raises(AssertionError, match=why):
@@ -346,8 +346,8 @@ def test_what_a_graph_could_not_do_is_seen_without_one(
             run(made, decodes(3, 9), 2)
 
 
-def test_rule_graph_key_a_key_that_forgets_a_number_is_seen(tiny: Tiny) -> None:
-    """Say, into how many pieces the keys are divided."""
+def test_rule_graph_key_a_missing_number_is_detected(tiny: Tiny) -> None:
+    """For example, the number of parts into which the keys are divided."""
     made = graphs(load_planned(tiny[0], span=16, block_count=300))
 
     class Forgetful(GraphKey):
@@ -370,7 +370,7 @@ def test_rule_graph_key_a_key_that_forgets_a_number_is_seen(tiny: Tiny) -> None:
 
 
 @pytest.mark.cuda
-def test_cuda_graphs_give_what_each_prompt_gives_alone(tiny: Tiny) -> None:
+def test_cuda_graphs_give_the_output_of_each_prompt_alone(tiny: Tiny) -> None:
     folder, prompts, expected = tiny
     loaded = load(options(folder, device="cuda", attention="triton", block_size=16))
     made = graphs(loaded, capture=CudaGraphs())

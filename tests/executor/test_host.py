@@ -1,4 +1,4 @@
-"""Copies of blocks within the pool, to host memory and back: the stub's, the real ones, their sizes and their costs."""
+"""Copies of blocks within the pool, to host memory and back: in the stub and in real pools, with sizes and costs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OTHER = tuple(range(200, 209))
 
 @pytest.fixture
 def moved() -> Stubbed:
-    """The first row's two full blocks are in host blocks 3 and 0; its blocks in the pool hold another row."""
+    """Put the first row's two full blocks into host blocks 3 and 0, and another row into its blocks in the pool."""
     stubbed = Stubbed()
     stubbed.sample(FIRST, 0, (1, 2, 3))
     stubbed.copy(SAVE, (1, 2), (3, 0))
@@ -59,13 +59,13 @@ def moved() -> Stubbed:
     return stubbed
 
 
-def test_the_stub_finds_saved_tokens_where_they_are_loaded_to(moved: Stubbed) -> None:
+def test_stub_finds_saved_tokens_where_they_are_loaded(moved: Stubbed) -> None:
     moved.copy(LOAD, (0, 3), (6, 5))
     assert moved.sample(FIRST, 8, (5, 6, 9)) == hashed_token(FIRST, 1000)
-    assert moved.sample(OTHER, 8, (1, 2, 4)) == hashed_token(OTHER, 1000), "what was there before is still there"
+    assert moved.sample(OTHER, 8, (1, 2, 4)) == hashed_token(OTHER, 1000), "the blocks of the other row are unchanged"
 
 
-def test_the_stub_finds_forked_tokens_in_both_places(moved: Stubbed) -> None:
+def test_stub_finds_forked_tokens_in_both_places(moved: Stubbed) -> None:
     moved.copy(FORK, (2,), (7,))
     for block_ids in ((1, 7, 3), (1, 2, 4)):
         assert moved.sample(OTHER, 8, block_ids) == hashed_token(OTHER, 1000)
@@ -75,14 +75,14 @@ def test_the_stub_finds_forked_tokens_in_both_places(moved: Stubbed) -> None:
     "copies",
     [
         [],
-        [(LOAD, (3, 0), (6, 5))],  # each to the other's place
-        [(LOAD, (3, 1), (5, 6))],  # one that was never saved
+        [(LOAD, (3, 0), (6, 5))],  # exchanged
+        [(LOAD, (3, 1), (5, 6))],  # never saved
         [(LOAD, (3,), (5,))],
-        [(FORK, (1, 2), (5, 6))],  # the other row's
+        [(FORK, (1, 2), (5, 6))],  # of the other row
         [(SAVE, (1,), (3,)), (LOAD, (3, 0), (5, 6))],  # overwritten meanwhile
     ],
 )
-def test_a_wrong_copy_is_seen_by_the_stub(moved: Stubbed, copies: list[tuple[CopyKind, Blocks, Blocks]]) -> None:
+def test_stub_detects_a_wrong_copy(moved: Stubbed, copies: list[tuple[CopyKind, Blocks, Blocks]]) -> None:
     for each in copies:
         moved.copy(*each)
     with pytest.raises(AssertionError, match="this row's tokens and nothing else"):
@@ -105,12 +105,12 @@ IMPOSSIBLE: list[tuple[CopyKind, Blocks, Blocks]] = [
 
 
 @pytest.mark.parametrize("copies", IMPOSSIBLE)
-def test_copies_that_cannot_be_are_refused_by_the_stub(copies: tuple[CopyKind, Blocks, Blocks]) -> None:
+def test_stub_refuses_impossible_copies(copies: tuple[CopyKind, Blocks, Blocks]) -> None:
     with pytest.raises(AssertionError):
         Stubbed().copy(*copies)
 
 
-def test_the_stub_engine_has_the_host_memory_it_is_told() -> None:
+def test_stub_engine_has_the_configured_host_memory() -> None:
     assert stub_parts(EngineConfig(host_block_count=7)).load_device().host == HostTier(7, 0.0, 1.0)
     assert stub_parts(EngineConfig()).load_device().host == HostTier()
 
@@ -127,7 +127,7 @@ def test_the_stub_engine_has_the_host_memory_it_is_told() -> None:
         ({"host_block_count": 1, "host_kv_cache_bytes": 1 << 30}, "give one of them"),
     ],
 )
-def test_sizes_of_host_memory_that_make_no_sense_are_refused(options: dict[str, object], why: str) -> None:
+def test_invalid_sizes_of_host_memory_are_refused(options: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         EngineConfig.of(options)
 
@@ -154,7 +154,7 @@ def random_pool(seed: int, block_count: int = 12) -> KVPool:
 
 
 def contents(pool: KVPool | HostPool) -> list[list[torch.Tensor]]:
-    """What is in each block: keys and values of every layer."""
+    """The contents of each block: keys and values of every layer."""
     return [[tensor[block].clone() for tensor in (*pool.keys, *pool.values)] for block in range(pool.block_count)]
 
 
@@ -164,8 +164,8 @@ def assert_same(found: list[list[torch.Tensor]], expected: list[list[torch.Tenso
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_any_copies_do_what_copying_one_block_after_the_other_does(seed: int) -> None:
-    """Neighbours are copied at once, so ids are drawn both in a row and in any order."""
+def test_copies_equal_copying_one_block_after_the_other(seed: int) -> None:
+    """Adjacent blocks are copied at once, so ids are drawn both consecutive and in any order."""
     chance = random.Random(seed)
     pool = random_pool(seed)
     host = HostPool(pool, 9)
@@ -198,7 +198,7 @@ def test_any_copies_do_what_copying_one_block_after_the_other_does(seed: int) ->
 
 
 @pytest.mark.parametrize("copies", IMPOSSIBLE)
-def test_copies_that_cannot_be_are_refused(copies: tuple[CopyKind, Blocks, Blocks]) -> None:
+def test_impossible_copies_are_refused(copies: tuple[CopyKind, Blocks, Blocks]) -> None:
     pool = random_pool(0, block_count=10)
     host = HostPool(pool, 4)
     before = contents(pool), contents(host)
@@ -210,7 +210,7 @@ def test_copies_that_cannot_be_are_refused(copies: tuple[CopyKind, Blocks, Block
 
 
 class Clock:
-    """A second passes from one look to the next, and many once, when the machine is busy elsewhere."""
+    """A clock that advances a second per reading, and many seconds once, as on a busy machine."""
 
     def __init__(self, late: int) -> None:
         self._seconds = self._ticks()
@@ -235,7 +235,7 @@ class Clock:
         (2, 1, 1, 1, 1),
     ],
 )
-def test_costs_are_per_block_and_per_token_and_leave_nothing_behind(
+def test_costs_are_per_block_and_per_token_and_measuring_leaves_nothing(
     block_count: int, host_block_count: int, token_limit: int, moved: int, computed: int
 ) -> None:
     pool = random_pool(1, block_count)

@@ -1,4 +1,4 @@
-"""Memory that outlives executors: what the next one finds, and what it must not take for its own."""
+"""Host memory that outlives executors: what the next executor finds in it, and what it must not use."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def memory() -> Iterator[HostMemoryFile]:
 
 
 def files() -> int:
-    """That are open, or mapped after all."""
+    """Files that are open or mapped."""
     maps = Path("/proc/self/maps").read_text()
     return len(list(Path("/proc/self/fd").iterdir())) + maps.count("cuelight host memory")
 
@@ -55,14 +55,14 @@ def tier() -> HostTier:
 
 
 def begun(claim: HostMemoryClaim, contents: str = "these", size: int = 100) -> HostMemoryMapping:
-    """Opened and, where it is new, made ready."""
+    """Open the file and, if it is new, prepare it."""
     opened = claim.open(size, contents)
     assert opened is not None
     opened.tier(3, tier)
     return opened
 
 
-def test_the_next_one_finds_what_was_left_and_measures_nothing(memory: HostMemoryFile) -> None:
+def test_next_executor_finds_the_contents_and_measures_nothing(memory: HostMemoryFile) -> None:
     first = memory.claim().open(100, "these")
     assert first is not None
     measured = first.tier(3, tier)
@@ -73,16 +73,16 @@ def test_the_next_one_finds_what_was_left_and_measures_nothing(memory: HostMemor
     assert second is not None
     assert second.has_survived
     assert bytes(second.data[:4]) == b"abc\0"
-    assert second.tier(3, lambda: pytest.fail("it would be spoilt")) == measured
+    assert second.tier(3, lambda: pytest.fail("measuring would overwrite the blocks")) == measured
 
 
-def test_other_contents_are_others(memory: HostMemoryFile) -> None:
+def test_other_contents_have_another_number(memory: HostMemoryFile) -> None:
     numbers = [begun(memory.claim(), contents).number for contents in ("these", "those", "these")]
     assert len(set(numbers)) == 3
     assert HostMemoryFile(8).claim().open(1, "these").number not in numbers
 
 
-def test_what_was_not_begun_in_full_is_begun_again(memory: HostMemoryFile) -> None:
+def test_unfinished_preparation_starts_anew(memory: HostMemoryFile) -> None:
     """The first life ends while it measures."""
     first = memory.claim().open(100, "these")
     second = memory.claim().open(100, "these")
@@ -91,8 +91,8 @@ def test_what_was_not_begun_in_full_is_begun_again(memory: HostMemoryFile) -> No
     assert second.number > first.number
 
 
-def test_whoever_was_before_can_use_it_no_longer(memory: HostMemoryFile) -> None:
-    """Its thread may go on for a while, even with loading."""
+def test_earlier_executor_can_no_longer_use_the_file(memory: HostMemoryFile) -> None:
+    """Its thread may run on for a while, even while loading."""
     early, late = memory.claim(), memory.claim()
     opened = begun(late)
     with pytest.raises(RuntimeError, match="another executor"):
@@ -105,7 +105,7 @@ def test_whoever_was_before_can_use_it_no_longer(memory: HostMemoryFile) -> None
         pass
 
 
-def test_it_grows_and_keeps_its_room(memory: HostMemoryFile) -> None:
+def test_file_grows_and_never_shrinks(memory: HostMemoryFile) -> None:
     begun(memory.claim(), "small", 10)
     large = begun(memory.claim(), "large", 100_000)
     large.data[-1] = 1
@@ -123,7 +123,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_process_that_is_killed_leaves_it_behind(memory: HostMemoryFile) -> None:
+def test_killed_process_leaves_the_file(memory: HostMemoryFile) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, env=environment)
     child.communicate(pickle.dumps(memory), timeout=NET_SECONDS)
@@ -133,11 +133,11 @@ def test_a_process_that_is_killed_leaves_it_behind(memory: HostMemoryFile) -> No
     assert bytes(left.data[:6]) == b"%06d" % child.pid
 
 
-def test_what_is_not_to_be_had_is_no_error(memory: HostMemoryFile, tmp_path: Path) -> None:
+def test_unavailable_memory_is_no_error(memory: HostMemoryFile, tmp_path: Path) -> None:
     assert memory.claim().open(1 << 70, "these") is None
     elsewhere: HostMemoryFile = pickle.loads(pickle.dumps(memory))
     elsewhere.close()
-    assert begun(memory.claim()).data is not None, "only its owner gives it back"
+    assert begun(memory.claim()).data is not None, "only its owner frees it"
     descriptor = int(memory._path.rpartition("/")[2])
     memory.close()
     memory.close()
@@ -146,12 +146,12 @@ def test_what_is_not_to_be_had_is_no_error(memory: HostMemoryFile, tmp_path: Pat
     other.write_bytes(b"mine")
     opened = os.open(other, os.O_RDWR)
     for each in {opened, os.dup2(opened, descriptor)}:
-        assert elsewhere.claim().open(100, "these") is None, "it is another file by now"
+        assert elsewhere.claim().open(100, "these") is None, "the path is another file by now"
         os.close(each)
     assert other.read_bytes() == b"mine"
 
 
-def test_it_ends_with_its_owner_and_its_users() -> None:
+def test_file_is_closed_with_its_owner_and_its_users() -> None:
     before = files()
     memory = HostMemoryFile(1)
     opened = begun(memory.claim())
@@ -159,7 +159,7 @@ def test_it_ends_with_its_owner_and_its_users() -> None:
     assert files() == before
 
 
-def test_there_is_none_where_none_is_wanted_or_none_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_where_it_is_unwanted_or_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lasting_memory(EngineConfig()) is None
     for wanted in (EngineConfig(host_block_count=1), EngineConfig(host_kv_cache_bytes=1 << 20)):
         found = lasting_memory(wanted)
@@ -169,7 +169,7 @@ def test_there_is_none_where_none_is_wanted_or_none_can_be(monkeypatch: pytest.M
     assert lasting_memory(EngineConfig(host_block_count=1)) is None
 
 
-# Blocks in it.
+# Blocks in the file.
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def copied(runner: NativeRunner, copying: CopyKind, sources: tuple[int, ...], ta
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_that_one_executor_saves_the_next_one_loads(folder: Path, memory: HostMemoryFile, kind: str) -> None:
+def test_blocks_saved_by_one_executor_are_loaded_by_the_next(folder: Path, memory: HostMemoryFile, kind: str) -> None:
     first = load(folder, memory, **KINDS[kind])
     before, chance = first._pool._device, np.random.default_rng(1)
     before.numbers[:] = chance.integers(-100, 100, before.numbers.shape)
@@ -227,7 +227,7 @@ def pool(seed: int) -> KVPool:
     return pool
 
 
-def test_tensors_too_last(memory: HostMemoryFile) -> None:
+def test_tensors_saved_by_one_executor_are_loaded_by_the_next(memory: HostMemoryFile) -> None:
     size = 5 * 2 * 3 * 4 * 2 * 5 * 2
     before, after = pool(1), pool(2)
     first = HostPool(before, 5, begun(memory.claim(), size=size))
@@ -245,14 +245,12 @@ def test_tensors_too_last(memory: HostMemoryFile) -> None:
 @pytest.mark.parametrize(
     "others", [{"block_size": 8}, {"host_block_count": 6}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str
 )
-def test_what_is_stored_in_another_way_is_begun_anew(
-    folder: Path, memory: HostMemoryFile, others: dict[str, object]
-) -> None:
+def test_other_storage_format_starts_anew(folder: Path, memory: HostMemoryFile, others: dict[str, object]) -> None:
     assert load(folder, memory, **others).host.memory != load(folder, memory).host.memory
 
 
-def test_another_model_begins_anew(folder: Path, tmp_path: Path, memory: HostMemoryFile) -> None:
-    """Another folder's, and one that was put where the first one was."""
+def test_another_model_starts_anew(folder: Path, tmp_path: Path, memory: HostMemoryFile) -> None:
+    """In another folder, or in place of the first one."""
     first = load(folder, memory).host.memory
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -263,12 +261,12 @@ def test_another_model_begins_anew(folder: Path, tmp_path: Path, memory: HostMem
     assert len({first, second, third}) == 3
 
 
-def test_without_it_host_memory_is_never_the_same(folder: Path) -> None:
+def test_plain_host_memory_never_survives(folder: Path) -> None:
     assert loading.load_device(tiny_models.options(folder, host_block_count=5)).host.memory == 0
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_other_decoder_has_it_as_well(folder: Path, memory: HostMemoryFile) -> None:
+def test_transformers_decoder_uses_the_file_too(folder: Path, memory: HostMemoryFile) -> None:
     options = tiny_models.options(folder, host_block_count=5)
     first, second = (load_any(replace(options, host_memory=memory.claim())) for _ in range(2))
     assert first.host_tier == second.host_tier
@@ -280,7 +278,7 @@ def test_the_other_decoder_has_it_as_well(folder: Path, memory: HostMemoryFile) 
 
 
 class Driver:
-    """As much of CUDA's as pinning needs."""
+    """The part of CUDA's driver API that pinning needs."""
 
     def __init__(self, error: int) -> None:
         self.error = error
@@ -296,7 +294,9 @@ class Driver:
 
 
 @pytest.mark.parametrize("error", [0, 712])
-def test_it_is_pinned_where_the_driver_can(error: int, memory: HostMemoryFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_pinned_where_the_driver_can(
+    error: int, memory: HostMemoryFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = Driver(error)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     opened = begun(memory.claim(), size=64)
@@ -308,7 +308,7 @@ def test_it_is_pinned_where_the_driver_can(error: int, memory: HostMemoryFile, m
     assert not driver.pinned
 
 
-# And the engine around it.
+# In an engine.
 
 
 OPTIONS: EngineOptions = {"dtype": "float32", "device": "cpu", "block_size": 16, "host_block_count": 40}
@@ -321,8 +321,8 @@ async def served(engine: Engine, prompts: list[list[int]]) -> list[Result]:
 
 
 @pytest.mark.parametrize("executor", ["process", "thread"])
-async def test_what_was_in_host_memory_is_loaded_after_a_death(folder: Path, executor: str) -> None:
-    """The pool has room for two of them: what it held is lost, but nothing of those that had left it."""
+async def test_host_memory_is_loaded_after_an_executors_death(folder: Path, executor: str) -> None:
+    """The pool has room for two prompts: its contents are lost, and the blocks saved to host memory are not."""
     gather = partial(executors.of_model, folder)
     async with asyncio.timeout(NET_SECONDS):
         async with Engine.from_parts("tiny", gather, block_count=100, **OPTIONS) as engine:
@@ -334,20 +334,20 @@ async def test_what_was_in_host_memory_is_loaded_after_a_death(folder: Path, exe
             saved = engine.stats()
             assert saved.blocks_saved > 10
             stream = engine.stream(PROMPTS[0], max_tokens=TOKENS, ignore_eos=True)
-            while not stream.inbox.token_ids:  # noqa: ASYNC110  # it waits for a state
+            while not stream.inbox.token_ids:  # noqa: ASYNC110  # waits for a state
                 await asyncio.sleep(0)
             loaded = engine.stats().blocks_loaded
             crash(engine, "executor")
             results = [await stream.result(), *await served(engine, PROMPTS[1:3])]
             stats = engine.stats()
             assert engine.health().restarts == {"executor": 1}
-        assert files() == before, "all is given back while the engine is still there"
+        assert files() == before, "everything is freed while the engine still runs"
     assert [each.token_ids for each in results] == [each.token_ids for each in calm[:3]]
     assert stats.blocks_loaded - loaded >= 3 * 3
     assert all(each.usage.cached_tokens >= 48 for each in results[1:])
 
 
-async def test_another_model_has_memory_of_its_own(folder: Path) -> None:
+async def test_another_model_has_its_own_host_memory(folder: Path) -> None:
     def gather(config: EngineConfig) -> EngineParts[object]:
         return executors.of_model(folder, config)
 
@@ -365,7 +365,7 @@ async def test_another_model_has_memory_of_its_own(folder: Path) -> None:
             assert files() == with_one
             loaded = engine.stats().blocks_loaded
             crash(engine, "executor")
-            again = await served(engine, PROMPTS[:2])  # the third one's first block was in the pool still
+            again = await served(engine, PROMPTS[:2])  # the third prompt's first block was still in the pool
             assert engine.stats().blocks_loaded - loaded >= 2 * 3
             assert engine.health().restarts == {"executor 2": 1}
         assert files() == before

@@ -14,7 +14,7 @@ from cuelight.actors.executor.native.linear import Arena, LinearKernels
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 32, 200])
 @torch.inference_mode()
-def test_a_packed_layer_gives_what_the_plain_one_gives(rows: int, bias: bool) -> None:
+def test_packed_layer_matches_the_plain_one(rows: int, bias: bool) -> None:
     torch.manual_seed(rows)
     plain = torch.nn.Linear(48, 80, bias=bias)
     x = torch.randn(1, rows, 48)
@@ -54,11 +54,11 @@ def test_int8_layers_are_near_the_plain_one(inputs: int, outputs: int, bias: boo
             y, judge = layer(x), plain(x)
             assert y.shape == judge.shape and y.dtype is torch.float32
             off = (y - judge).norm(dim=-1) / judge.norm(dim=-1)
-            assert 0 < off.max() < 0.02, "each row has a scale of its own"
+            assert 0 < off.max() < 0.02, "each row has its own scale"
 
 
 @torch.inference_mode()
-def test_an_int8_row_that_is_not_finite_spoils_no_other(native: ctypes.CDLL) -> None:
+def test_int8_row_that_is_not_finite_changes_no_other(native: ctypes.CDLL) -> None:
     plain = torch.nn.Linear(64, 32)
     x = torch.randn(1, 5, 64)
     for bad in (torch.nan, torch.inf):
@@ -71,7 +71,7 @@ def test_an_int8_row_that_is_not_finite_spoils_no_other(native: ctypes.CDLL) -> 
 
 
 @torch.inference_mode()
-def test_int8_of_nothing_and_of_half_precision(native: ctypes.CDLL) -> None:
+def test_int8_of_zeros_and_of_half_precision(native: ctypes.CDLL) -> None:
     plain = torch.nn.Linear(64, 32)
     x = torch.randn(1, 5, 64)
     for layer in forms(plain, native).values():
@@ -88,7 +88,7 @@ def test_int8_of_nothing_and_of_half_precision(native: ctypes.CDLL) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])
 @torch.inference_mode()
-def test_on_cuda_int8_is_what_it_is_on_the_cpu(rows: int) -> None:
+def test_int8_on_cuda_matches_the_cpu(rows: int) -> None:
     torch.manual_seed(rows)
     layer = Int8Linear(torch.nn.Linear(64, 48))
     x = torch.randn(1, rows, 64)

@@ -1,4 +1,4 @@
-"""What a start refuses, what it does instead, and int8 weights for models that the native decoder does not know."""
+"""Loading a model: models and options that are refused, fallbacks, and int8 weights outside the native decoder."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ INT8: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 TOLERANCE = 0.1
-"""How far int8 may be from float32 in the size of all logits together, with weights that are random."""
+"""Largest relative difference of int8 and float32 logits (norms over all of them), with random weights."""
 
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in another process, on a machine without one."""
+    """Act as another process on a machine without a compiler."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(build, "_loaded", None)
 
@@ -65,7 +65,7 @@ def test_int8_weights_stay_close_to_float32(family: str, tmp_path: Path) -> None
     assert not any(type(module) is torch.nn.Linear for module in loaded.model.modules())
 
 
-def test_int8_of_a_model_that_the_native_decoder_does_not_know(native: object, tmp_path: Path) -> None:
+def test_int8_of_a_model_unknown_to_the_native_decoder(native: object, tmp_path: Path) -> None:
     save(INT8["gemma"](), tmp_path)
     with structlog.testing.capture_logs() as entries:
         runner = loading.load_device(options(tmp_path, quantization="int8"))
@@ -81,7 +81,7 @@ def test_int8_of_a_model_that_the_native_decoder_does_not_know(native: object, t
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_without_a_compiler_int8_is_torchs(tmp_path: Path) -> None:
+def test_int8_runs_in_torch_without_a_compiler(tmp_path: Path) -> None:
     save(transformers.LlamaConfig(**GROUPED), tmp_path)
     with structlog.testing.capture_logs() as entries:
         runner = loading.load_device(options(tmp_path, quantization="int8", attention="auto"))
@@ -93,7 +93,7 @@ def test_without_a_compiler_int8_is_torchs(tmp_path: Path) -> None:
     assert Int8Linear in kinds and NativeInt8Linear not in kinds
 
 
-def test_int8_that_does_not_suit_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_unsuitable_for_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(INT8["gemma"](), tmp_path)
     monkeypatch.setattr(model_loading, "INT8_TOLERANCE", 1e-4)
     with pytest.raises(
@@ -102,7 +102,7 @@ def test_int8_that_does_not_suit_a_model_is_refused(tmp_path: Path, monkeypatch:
         load(options(tmp_path, quantization="int8"))
 
 
-def test_four_bits_of_other_models_are_refused(tmp_path: Path) -> None:
+def test_int4_of_other_models_is_refused(tmp_path: Path) -> None:
     save(INT8["gemma"](), tmp_path)
     with pytest.raises(CannotLoad, match="the native decoder cannot serve this model: it is a gemma"):
         loading.load_device(options(tmp_path, quantization="int4"))
@@ -122,7 +122,7 @@ def cut(path: Path) -> None:
 
 
 def reindexed(path: Path) -> None:
-    """The index sends one tensor to a shard that does not have it."""
+    """Let the index name, for one tensor, a shard that lacks it."""
     index = path.parent / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     name = next(name for name, file in content["weight_map"].items() if file == path.name)
@@ -130,7 +130,7 @@ def reindexed(path: Path) -> None:
     index.write_text(json.dumps(content))
 
 
-def test_a_model_in_shards_is_served(tmp_path: Path) -> None:
+def test_model_in_shards_is_served(tmp_path: Path) -> None:
     shards = sharded(tmp_path)
     runner = ModelRunner(load(options(tmp_path)))
     driver = Driver(runner, random_prompts(3), seed=5)
@@ -146,13 +146,13 @@ def test_a_model_in_shards_is_served(tmp_path: Path) -> None:
     ids=["missing", "cut short", "empty", "no weights at all"],
 )
 @pytest.mark.parametrize("decoder", ["auto", "transformers"])
-def test_a_shard_that_is_no_good_is_refused(decoder: str, damage: Callable[[Path], object], tmp_path: Path) -> None:
+def test_damaged_shard_is_refused(decoder: str, damage: Callable[[Path], object], tmp_path: Path) -> None:
     damage(sharded(tmp_path)[1])
     with pytest.raises(CannotLoad, match="cannot load"):
         loading.load_device(options(tmp_path, decoder=decoder))
 
 
-def test_an_index_that_names_the_wrong_shard_loses_no_weights_silently(tmp_path: Path) -> None:
+def test_index_that_names_the_wrong_shard_loses_no_weights_silently(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(sharded(tmp_path)[0].parent)
     reindexed(sorted(tmp_path.glob("model-*.safetensors"))[1])
     try:
@@ -162,14 +162,14 @@ def test_an_index_that_names_the_wrong_shard_loses_no_weights_silently(tmp_path:
     torch.testing.assert_close(loaded.model.state_dict()["model.norm.weight"], model.model.norm.weight)
 
 
-def test_weights_that_are_quantized_in_a_way_we_lack_are_refused(tmp_path: Path) -> None:
+def test_unsupported_quantized_weights_are_refused(tmp_path: Path) -> None:
     save(transformers.LlamaConfig(**GROUPED), tmp_path)
     edit_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32})
     with pytest.raises(CannotLoad, match="transformers cannot load"):
         load(options(tmp_path))
 
 
-def test_a_type_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtype_unsupported_by_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(*_: object) -> None:
         raise RuntimeError('"addmm" not implemented for BFloat16')
 
@@ -178,7 +178,7 @@ def test_a_type_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch
         folder.choose_dtype("bfloat16", torch.device("cpu"))
 
 
-def test_weights_are_counted_as_what_they_become(tmp_path: Path) -> None:
+def test_weights_bytes_count_the_loaded_dtype(tmp_path: Path) -> None:
     model = save(transformers.LlamaConfig(**GROUPED), tmp_path)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert folder.weights_bytes(tmp_path, torch.float32) == 4 * count
@@ -188,7 +188,7 @@ def test_weights_are_counted_as_what_they_become(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [100, -1, [1, 4000]])
-def test_an_end_token_that_the_model_does_not_have_is_refused(end: object, tmp_path: Path) -> None:
+def test_end_token_outside_the_vocabulary_is_refused(end: object, tmp_path: Path) -> None:
     save(transformers.LlamaConfig(**GROUPED), tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
     with pytest.raises(ModelUnavailable, match=r"is outside the vocabulary of 100 tokens|must be at least 0, not -1"):
@@ -204,27 +204,27 @@ def test_an_end_token_that_the_model_does_not_have_is_refused(end: object, tmp_p
         ("max_position_embeddings", None, "no whole number max_position_embeddings"),
     ],
 )
-def test_facts_that_no_model_has_are_refused(name: str, value: object, why: str, tmp_path: Path) -> None:
+def test_invalid_model_facts_are_refused(name: str, value: object, why: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, name: value}))
     with pytest.raises(ModelUnavailable, match=why):
         read_facts(tmp_path)
 
 
-def test_the_context_of_gpt2_is_found_by_its_own_name(tmp_path: Path) -> None:
+def test_gpt2_context_length_is_found_under_its_own_key(tmp_path: Path) -> None:
     transformers.GPT2Config(vocab_size=100, n_positions=77, eos_token_id=1).save_pretrained(tmp_path)
     assert read_facts(tmp_path) == ModelFacts(vocab_size=100, context_length=77, eos_token_ids=(1,))
 
 
-def test_a_model_without_layers_is_refused(tmp_path: Path) -> None:
+def test_model_without_layers_is_refused(tmp_path: Path) -> None:
     transformers.GPTNeoXConfig(**SHAPE).save_pretrained(tmp_path)
     edit_config(tmp_path, num_hidden_layers=0)
     with pytest.raises(CannotLoad, match="num_hidden_layers is 0"):
         folder.read_config(tmp_path)
 
 
-def test_a_failed_start_leaves_no_thread(tmp_path: Path) -> None:
+def test_failed_start_leaves_no_thread(tmp_path: Path) -> None:
     before = threading.enumerate()
-    with pytest.raises(CannotLoad) as kept:  # with its traceback, and all that hangs on it
+    with pytest.raises(CannotLoad) as kept:  # with its traceback, and all that the traceback references
         load_runner(options(tmp_path))
     assert "cannot load" in str(kept.value)
     for thread in threading.enumerate():

@@ -45,7 +45,7 @@ HEAD_DIM = 8
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-    """The obvious way: the last queries of one row over all its keys, one head at a time."""
+    """Dense attention: the last queries of one row over all its keys, one head at a time."""
     count, heads, _ = q.shape
     groups, context = heads // k.shape[1], len(k)
     out = torch.empty_like(q)
@@ -58,7 +58,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> 
 
 
 class Paged:
-    """Rows with random keys and values, in blocks scattered over a pool full of old numbers."""
+    """Rows with random keys and values, in blocks scattered over a pool of stale numbers."""
 
     def __init__(self, seed: int, *, block_size: int, kv_heads: int, groups: int) -> None:
         self.chance = random.Random(seed)
@@ -73,7 +73,7 @@ class Paged:
             dtype=torch.float32,
             device=CPU,
         )
-        # What is in blocks that were used before, in padded slots and in the null block must not matter.
+        # The contents of used blocks, padded slots and the null block must not matter.
         for tensor in (*self.pool.keys, *self.pool.values):
             tensor.copy_(self.random(*tensor.shape) * 100)
         self.free = list(range(1, 800))
@@ -83,7 +83,7 @@ class Paged:
         return torch.randn(*shape, generator=self.torch_chance)
 
     def check(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Each row: (tokens in all, of which so many are computed now)."""
+        """Check rows of (tokens in all, tokens computed now)."""
         size = self.pool.block_size
         chunks, blocks, offsets, start = [], [], [], 0
         for context, count in rows:
@@ -116,18 +116,18 @@ class Paged:
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize(("kv_heads", "groups"), [(2, 1), (3, 3), (1, 4)])
-def test_paged_attention_is_dense_attention(block_size: int, kv_heads: int, groups: int) -> None:
+def test_paged_attention_matches_dense_attention(block_size: int, kv_heads: int, groups: int) -> None:
     paged = Paged(block_size * 10 + groups, block_size=block_size, kv_heads=kv_heads, groups=groups)
     paged.check([(1, 1)])
     paged.check([(5, 5), (1, 1), (16, 16)])
-    # Decodes of mixed lengths are padded to one another with the null block.
+    # Decodes of mixed lengths are padded with the null block.
     paged.check([(1, 1), (2, 1), (15, 1), (16, 1), (17, 1), (40, 1), (41, 1), (60, 1)])
     # Decodes first, then chunks with context, one whole prompt, and a chunk of a single token.
     paged.check([(9, 1), (33, 1), (20, 7), (31, 2), (12, 12), (18, 1)])
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_paged_attention_is_dense_attention_for_any_batch(seed: int) -> None:
+def test_paged_attention_matches_dense_attention_for_any_batch(seed: int) -> None:
     chance = random.Random(seed)
     paged = Paged(
         seed, block_size=chance.choice([1, 2, 4, 16]), kv_heads=chance.randint(1, 3), groups=chance.choice([1, 3, 4])
@@ -137,7 +137,7 @@ def test_paged_attention_is_dense_attention_for_any_batch(seed: int) -> None:
 
 
 UNTIED = {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}
-"""Of the Gemma models, which say the last token again where its embedding decides."""
+"""For Gemma models, which repeat the last token where the head is tied to its embedding."""
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**GROUPED),
@@ -271,7 +271,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunks_and_batches_give_what_transformers_gives_alone(family: str, tmp_path: Path) -> None:
+def test_chunks_and_batches_give_the_output_of_transformers_alone(family: str, tmp_path: Path) -> None:
     model = save(FAMILIES[family](), tmp_path)
     prompts = random_prompts(3)
     driver = Driver(ModelRunner(load(options(tmp_path))), prompts, seed=5)
@@ -279,10 +279,10 @@ def test_chunks_and_batches_give_what_transformers_gives_alone(family: str, tmp_
     assert driver.failed == {}
     for index, prompt in enumerate(prompts):
         assert driver.outputs[index] == greedy_alone(model, prompt, 10)
-    assert len({token for tokens in driver.outputs.values() for token in tokens}) > 5, "the models are not trivial"
+    assert len({token for tokens in driver.outputs.values() for token in tokens}) > 5, "the models' outputs vary"
 
 
-def test_a_step_of_partial_chunks_alone_samples_nothing(tmp_path: Path) -> None:
+def test_step_of_partial_chunks_samples_nothing(tmp_path: Path) -> None:
     save(FAMILIES["llama"](), tmp_path)
     driver = Driver(ModelRunner(load(options(tmp_path))), random_prompts(3), seed=0)
     driver._run([(4, 10), (5, 10)])
@@ -290,7 +290,7 @@ def test_a_step_of_partial_chunks_alone_samples_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_would_be_computed_wrongly_is_refused(family: str, tmp_path: Path) -> None:
+def test_models_that_would_be_computed_wrongly_are_refused(family: str, tmp_path: Path) -> None:
     make, why = REFUSED[family]
     save(make(), tmp_path)
     with pytest.raises(CannotLoad, match=why):
@@ -298,7 +298,7 @@ def test_what_would_be_computed_wrongly_is_refused(family: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("why", ["mixes its tokens outside its attention", "ignores logits_to_keep"])
-def test_rows_that_would_depend_on_each_other_are_refused(why: str, tmp_path: Path) -> None:
+def test_models_whose_rows_depend_on_each_other_are_refused(why: str, tmp_path: Path) -> None:
     save(FAMILIES["llama"](), tmp_path)
     loaded = load(options(tmp_path))
     spec = AttentionSpec.of(loaded.model.config, CPU, torch.float32, 4)
@@ -315,7 +315,7 @@ def test_rows_that_would_depend_on_each_other_are_refused(why: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_packed_weights_can_be_looked_at_and_not_computed_with(
+def test_packed_weights_can_be_inspected_but_not_multiplied(
     quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def looks(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
@@ -363,7 +363,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
-def test_a_broken_folder_is_refused(breakage: str, tmp_path: Path) -> None:
+def test_broken_folder_is_refused(breakage: str, tmp_path: Path) -> None:
     save(FAMILIES["llama"](), tmp_path)
     break_it, why = BREAKAGES[breakage]
     break_it(tmp_path)
@@ -390,21 +390,21 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
         ({"device": "meta"}, "device 'meta' cannot be used: it has no memory"),
     ],
 )
-def test_options_that_cannot_be_met_are_refused(others: dict[str, object], why: str, tmp_path: Path) -> None:
+def test_impossible_options_are_refused(others: dict[str, object], why: str, tmp_path: Path) -> None:
     save(FAMILIES["llama"](), tmp_path)
     with pytest.raises(CannotLoad, match=why):
         load(options(tmp_path, **others))
 
 
-def test_the_pool_takes_the_bytes_it_is_given(tmp_path: Path) -> None:
+def test_pool_takes_the_given_bytes(tmp_path: Path) -> None:
     save(FAMILIES["llama"](), tmp_path)
     # 2 layers of keys and values of 2 heads of 8 numbers of 4 bytes, in blocks of 4.
     pool = load(options(tmp_path, block_count=None, kv_cache_bytes=10 * 2 * 2 * 2 * 8 * 4 * 4 + 5)).pool
     assert pool.block_count == 10
-    assert all(not tensor.any() for tensor in (*pool.keys, *pool.values)), "what loading tried is wiped out"
+    assert all(not tensor.any() for tensor in (*pool.keys, *pool.values)), "the trial run's blocks are zeroed"
 
 
-def test_host_memory_takes_the_blocks_or_bytes_it_is_given_and_its_costs_are_measured(tmp_path: Path) -> None:
+def test_host_memory_takes_the_given_blocks_or_bytes_and_measures_costs(tmp_path: Path) -> None:
     save(FAMILIES["llama"](), tmp_path)
     looks = itertools.count()
     loaded = load(options(tmp_path, host_block_count=3, now=lambda: float(next(looks))))
@@ -415,10 +415,10 @@ def test_host_memory_takes_the_blocks_or_bytes_it_is_given_and_its_costs_are_mea
     for one in (loaded, by_bytes):
         assert one.host is not None
         pools = (*one.pool.keys, *one.pool.values, *one.host.keys, *one.host.values)
-        assert not any(tensor.any() for tensor in pools), "what was measured is wiped out"
+        assert not any(tensor.any() for tensor in pools), "measured blocks are zeroed"
 
 
-def test_costs_are_measured_with_no_more_tokens_than_the_model_or_the_pool_has_room_for(tmp_path: Path) -> None:
+def test_costs_are_measured_within_the_model_context_and_pool(tmp_path: Path) -> None:
     looks = itertools.count()
     now = lambda: float(next(looks))  # noqa: E731
     save(transformers.GPT2Config(vocab_size=9, n_embd=48, n_layer=1, n_head=6, n_positions=10), tmp_path)
@@ -428,7 +428,7 @@ def test_costs_are_measured_with_no_more_tokens_than_the_model_or_the_pool_has_r
     assert small.host_tier.recompute_seconds == 1 / 8
 
 
-def test_without_host_memory_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_without_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "measure_costs", None)
     save(FAMILIES["llama"](), tmp_path)
     runner = ModelRunner(load(options(tmp_path)))
@@ -439,7 +439,7 @@ def test_without_host_memory_nothing_is_measured(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_that_are_moved_and_forked_go_on_as_if_nothing_had_been(seed: int, tmp_path: Path) -> None:
+def test_moved_and_forked_rows_give_the_same_output(seed: int, tmp_path: Path) -> None:
     model = save(FAMILIES["llama"](), tmp_path)
     prompts = random_prompts(3)
     loaded = load(options(tmp_path, host_block_count=64))
@@ -455,8 +455,8 @@ def test_rows_that_are_moved_and_forked_go_on_as_if_nothing_had_been(seed: int, 
         assert mover.outputs[index] == greedy_alone(model, prompt, 10)
 
 
-def test_bfloat16_follows_float32_in_the_first_token(tmp_path: Path) -> None:
-    """Rounding decides near ties, so only what is far from one can be compared."""
+def test_bfloat16_matches_float32_in_the_first_token(tmp_path: Path) -> None:
+    """Rounding decides near ties, so only clear choices are compared."""
     model = save(FAMILIES["llama"](), tmp_path)
     prompts = random_prompts(3)
     driver = Driver(ModelRunner(load(options(tmp_path, dtype="bfloat16"))), prompts, seed=5)
@@ -472,7 +472,7 @@ def test_bfloat16_follows_float32_in_the_first_token(tmp_path: Path) -> None:
     assert compared > 1
 
 
-def test_rule_errors_stay_alone_logits_that_are_no_numbers_fail_their_row_alone(
+def test_rule_errors_stay_alone_non_finite_logits_fail_their_row_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = save(FAMILIES["llama"](), tmp_path)
@@ -500,7 +500,7 @@ def test_rule_errors_stay_alone_logits_that_are_no_numbers_fail_their_row_alone(
     [(torch.OutOfMemoryError("no room"), MemoryError), (torch.AcceleratorError("an illegal address"), DeviceLost)],
     ids=["out of memory", "lost"],
 )
-def test_what_a_device_raises_is_told_apart(
+def test_device_errors_are_distinguished(
     raised: Exception, told: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(runner: ModelRunner, batch: ModelBatch) -> torch.Tensor:
@@ -513,8 +513,8 @@ def test_what_a_device_raises_is_told_apart(
         driver.run(output_tokens=1)
 
 
-def test_a_nan_in_one_rows_hidden_state_stays_in_that_row(tmp_path: Path) -> None:
-    """The embedding of one token is spoilt: rows that hold it fail, and their blocks do no harm to the others."""
+def test_nan_in_the_hidden_state_of_a_row_stays_in_that_row(tmp_path: Path) -> None:
+    """The embedding of one token is NaN: rows that hold it fail, and their blocks do not affect the others."""
     model = save(FAMILIES["llama"](), tmp_path)
     prompts = random_prompts(3)
     prompts[2][1] = 99
@@ -530,7 +530,7 @@ def test_a_nan_in_one_rows_hidden_state_stays_in_that_row(tmp_path: Path) -> Non
         assert driver.outputs[index] == expected[index]
 
 
-def test_rule_zeroed_pool_blocks_that_held_no_numbers_do_no_harm_to_who_gets_them_next(tmp_path: Path) -> None:
+def test_rule_zeroed_pool_blocks_that_held_nan_do_not_affect_their_next_rows(tmp_path: Path) -> None:
     model = save(FAMILIES["llama"](), tmp_path)
     prompts = random_prompts(3)
     expected = [greedy_alone(model, prompt, 10) for prompt in prompts]

@@ -27,12 +27,12 @@ Array = npt.NDArray[Any]
 
 STORED = {FLOAT32: np.float32, BF16: np.uint16, INT8: np.int8}
 
-# Relative to the largest magnitude of what is expected.
+# Relative to the largest expected magnitude.
 TOLERANCE = 2e-5
 WORDS_TOLERANCE = 5e-4
-"""Of int8 keys and values, where queries and weights have 15 bits and a scale: they themselves are 4e-3 off."""
+"""For int8 keys and values, with 15-bit queries and weights; the int8 keys and values alone are off by 4e-3."""
 BF16_TOLERANCE = 2e-3
-"""Of weights that are rounded to bfloat16."""
+"""For weights that are rounded to bfloat16."""
 
 
 @pytest.fixture(params=[1, 3], ids=["alone", "threads"])
@@ -91,7 +91,7 @@ VNNI_SHAPES = [
     Shape(kv_heads=2, group=4, head_dim=32, block_size=16),
 ]
 
-# (new tokens, context length) of each sequence.
+# (new tokens, context length) of each row.
 STEPS = {
     "decode": [(1, 1), (1, 2), (1, 17), (1, 64), (1, 65), (1, 301)],
     "long": [(1, 1500)],
@@ -101,7 +101,7 @@ STEPS = {
 
 
 class Paged:
-    """A pool whose unused slots are NaN (or the largest int8 with scale NaN), and what is stored in it as float64."""
+    """A pool whose unused slots are NaN (or the largest int8 with scale NaN), with its contents in float64."""
 
     def __init__(
         self, shape: Shape, kind: int, chunks: list[tuple[int, int]], seed: int, vnni_pairs: bool = False
@@ -115,7 +115,7 @@ class Paged:
         self.tables = [order[cuts[i] : cuts[i + 1]].astype(np.int64) for i in range(len(chunks))]
         dims = (blocks, shape.kv_heads, shape.block_size, shape.head_dim)
         fill = {FLOAT32: np.nan, BF16: 0x7FC0, INT8: 127}[kind]
-        # The middle one of three layers: all that there is of a block lies together.
+        # The middle one of three layers: all parts of a block are adjacent.
         self.everything = np.full((blocks, 3, 2, *dims[1:]), fill, STORED[kind])
         self.stored = [self.everything[:, 1, which] for which in range(2)]
         self.all_scales = np.full((blocks, 3, 2, *dims[1:3]), np.nan, np.float32)
@@ -132,7 +132,7 @@ class Paged:
         )
 
     def tokens(self, ranges: list[tuple[int, int]]) -> StepLayout:
-        """The tokens `begin..end` of each sequence's text as a step."""
+        """A step of the tokens `begin..end` of each sequence."""
         size = self.shape.block_size
         positions = np.concatenate([np.arange(begin, end) for begin, end in ranges])
         blocks = np.concatenate(
@@ -171,7 +171,7 @@ def unpaired(blocks: Array, which: int) -> Array:
 
 
 def reference(paged: Paged, q: Array, scale: float) -> Array:
-    """q is [T, heads, head_dim]; softmax attention in float64."""
+    """Softmax attention in float64; q is [T, heads, head_dim]."""
     out, start = np.zeros(q.shape), 0
     for i, (count, context) in enumerate(paged.chunks):
         keys = np.repeat(paged.read(0, i), paged.shape.group, axis=0)
@@ -189,7 +189,7 @@ def reference(paged: Paged, q: Array, scale: float) -> Array:
 @pytest.mark.parametrize("kind", [FLOAT32, BF16, INT8], ids=["float32", "bf16", "int8"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("step", STEPS)
-def test_attention_is_what_float64_says(threads: ctypes.CDLL, step: str, shape: Shape, kind: int) -> None:
+def test_attention_matches_float64(threads: ctypes.CDLL, step: str, shape: Shape, kind: int) -> None:
     check(threads, Paged(shape, kind, STEPS[step], seed=7), lambda q: q, TOLERANCE)
 
 
@@ -197,7 +197,7 @@ def test_attention_is_what_float64_says(threads: ctypes.CDLL, step: str, shape: 
 @pytest.mark.parametrize("shape", VNNI_SHAPES, ids=str)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("count", [1, 3], ids=["alone", "threads"])
-def test_attention_to_vnni_pairs_is_what_float64_says(
+def test_attention_on_vnni_pairs_matches_float64(
     native: ctypes.CDLL, count: int, step: str, shape: Shape, kind: int
 ) -> None:
     skip_without_pairs(native, kind, shape)
@@ -219,19 +219,19 @@ def skip_without_pairs(native: ctypes.CDLL, kind: int, shape: Shape) -> None:
 
 
 def rounded(q: Array) -> Array:
-    """Queries as they meet bfloat16 keys."""
+    """Queries as rounded for bfloat16 keys."""
     factor = np.float32(0.3) * np.float32(np.log2(np.e))
     return from_bf16(to_bf16(q * factor)) / factor
 
 
 def check(native: ctypes.CDLL, paged: Paged, used: Callable[[Array], Array], tolerance: float) -> None:
-    """`used`: what becomes of the queries."""
+    """Compare with the reference on `used(q)`, the queries as the kernel rounds them."""
     kernels, shape = AttentionKernels(native), paged.shape
     everything = paged.tokens([(0, context) for _, context in paged.chunks])
     wide = (everything.token_count, shape.kv_heads, shape.head_dim)
     kernels.write(paged.pool, everything, 2 * paged.draw(*wide), paged.draw(*wide))
     now = paged.tokens([(context - count, context) for count, context in paged.chunks])
-    # Rows as they come out of one product for q, k and v; what lies behind the queries is not for us to touch.
+    # Rows as they come out of one product for q, k and v; only the queries may be read.
     qkv = np.ascontiguousarray(paged.draw(now.token_count, (shape.heads + 2 * shape.kv_heads) * shape.head_dim))
     out = np.full((now.token_count, shape.heads * shape.head_dim + 3), 42, np.float32)
     kernels.attend(paged.pool, now, qkv, out, shape.heads, 0.3)
@@ -241,14 +241,14 @@ def check(native: ctypes.CDLL, paged: Paged, used: Callable[[Array], Array], tol
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bf16_chunks_meet_queries_and_weights_of_bf16(avx512_bf16: ctypes.CDLL, shape: Shape) -> None:
+def test_bf16_chunks_use_queries_and_weights_in_bf16(avx512_bf16: ctypes.CDLL, shape: Shape) -> None:
     uses_bf16 = shape.head_dim % 32 == 0
     paged = Paged(shape, BF16, STEPS["prefill"], seed=7)
     check(avx512_bf16, paged, rounded if uses_bf16 else lambda q: q, BF16_TOLERANCE if uses_bf16 else TOLERANCE)
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_a_bf16_value_that_is_not_finite_shows(avx512_bf16: ctypes.CDLL, chunk: int) -> None:
+def test_non_finite_bf16_value_reaches_the_output(avx512_bf16: ctypes.CDLL, chunk: int) -> None:
     for bad in (np.nan, np.inf, -np.inf):
         check_that_it_shows(avx512_bf16, BF16, bad, 5, chunk)
         check_that_it_shows(avx512_bf16, BF16, bad, 5, chunk, vnni_pairs=True)
@@ -256,13 +256,13 @@ def test_a_bf16_value_that_is_not_finite_shows(avx512_bf16: ctypes.CDLL, chunk: 
 
 @pytest.mark.parametrize("kind", [FLOAT32, BF16, INT8], ids=["float32", "bf16", "int8"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_keys_and_values_are_stored_in_the_pools_type(form: ctypes.CDLL, shape: Shape, kind: int) -> None:
+def test_keys_and_values_are_stored_in_the_pool_type(form: ctypes.CDLL, shape: Shape, kind: int) -> None:
     check_what_is_stored(form, Paged(shape, kind, [(37, 37)], seed=3), kind)
 
 
 @pytest.mark.parametrize("kind", [BF16, INT8], ids=["bf16", "int8"])
 @pytest.mark.parametrize("shape", VNNI_SHAPES, ids=str)
-def test_keys_and_values_are_stored_in_pairs(form: ctypes.CDLL, shape: Shape, kind: int) -> None:
+def test_keys_and_values_are_stored_in_vnni_pairs(form: ctypes.CDLL, shape: Shape, kind: int) -> None:
     check_what_is_stored(form, Paged(shape, kind, [(37, 37)], seed=3, vnni_pairs=True), kind)
 
 
@@ -286,7 +286,7 @@ def check_what_is_stored(form: ctypes.CDLL, paged: Paged, kind: int) -> None:
         np.testing.assert_array_equal(paged.stored[which][elsewhere], before[which][elsewhere])
 
 
-def test_heads_too_small_for_a_scale_count_as_zeros(form: ctypes.CDLL) -> None:
+def test_heads_too_small_for_a_scale_are_stored_as_zeros(form: ctypes.CDLL) -> None:
     paged = Paged(Shape(1, 1, 64, 16), INT8, [(16, 16)], seed=0)
     keys = np.where(np.arange(64) < 40, np.float32(1e-39), 0).astype(np.float32) * np.ones((16, 1, 1), np.float32)
     AttentionKernels(form).write(paged.pool, paged.tokens([(0, 16)]), keys, -keys)
@@ -294,7 +294,7 @@ def test_heads_too_small_for_a_scale_count_as_zeros(form: ctypes.CDLL) -> None:
     assert not paged.read(1, 0).any()
 
 
-def test_bf16_rounds_as_torch_does(form: ctypes.CDLL) -> None:
+def test_bf16_rounds_like_torch(form: ctypes.CDLL) -> None:
     torch = pytest.importorskip("torch")
     paged = Paged(Shape(1, 1, 64, 16), BF16, [(16, 16)], seed=0)
     special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 3.4e38, 1e-40, 1.00390625, 1.01171875], np.float32)
@@ -307,7 +307,9 @@ def test_bf16_rounds_as_torch_does(form: ctypes.CDLL) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [0, 5, 63])
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_a_value_that_is_not_finite_shows_in_every_type(form: ctypes.CDLL, bad: float, place: int, chunk: int) -> None:
+def test_non_finite_value_reaches_the_output_in_every_type(
+    form: ctypes.CDLL, bad: float, place: int, chunk: int
+) -> None:
     for kind in (FLOAT32, BF16, INT8):
         check_that_it_shows(form, kind, bad, place, chunk)
         if wants_vnni_pairs(form, kind, 16, 64):
@@ -327,12 +329,12 @@ def check_that_it_shows(
     assert not np.isfinite(out[:, place]).any()
 
 
-def test_rows_before_a_value_that_is_not_finite_are_what_they_are_without_it(form: ctypes.CDLL) -> None:
-    """Others may share them as a prefix."""
+def test_rows_before_a_non_finite_value_are_unchanged(form: ctypes.CDLL) -> None:
+    """Other requests may share these rows as a prefix."""
     check_what_is_before(form)
 
 
-def test_bf16_rows_before_a_value_that_is_not_finite_are_too(avx512_bf16: ctypes.CDLL) -> None:
+def test_bf16_rows_before_a_non_finite_value_are_unchanged(avx512_bf16: ctypes.CDLL) -> None:
     check_what_is_before(avx512_bf16)
 
 
@@ -353,8 +355,8 @@ def check_what_is_before(native: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 40])
-def test_many_small_weights_count_beside_a_large_one(native: ctypes.CDLL, chunk: int) -> None:
-    """The first token takes nearly all of the attention and gives nothing, as in many models."""
+def test_small_attention_weights_count_beside_a_large_one(native: ctypes.CDLL, chunk: int) -> None:
+    """The first token takes nearly all of the attention, with a value of zero, as in many models."""
     shape = Shape(1, 1, 64, 16)
     skip_without_pairs(native, INT8, shape)
     paged = Paged(shape, INT8, [(chunk, 600)], seed=1, vnni_pairs=True)
@@ -369,7 +371,7 @@ def test_many_small_weights_count_beside_a_large_one(native: ctypes.CDLL, chunk:
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
-def test_rotary_embedding_turns_halves(form: ctypes.CDLL, shape: Shape, share: float) -> None:
+def test_rotary_embedding_rotates_halves(form: ctypes.CDLL, shape: Shape, share: float) -> None:
     paged = Paged(shape, FLOAT32, [(3, 40), (20, 20)], seed=5)
     step = paged.tokens([(37, 40), (0, 20)])
     dim, half = shape.head_dim, int(shape.head_dim * share) // 2
@@ -392,7 +394,7 @@ def test_rotary_embedding_turns_halves(form: ctypes.CDLL, shape: Shape, share: f
         assert (paged.read(1, i)[:, begin:].transpose(1, 0, 2) == given[part, end:]).all()
 
 
-def test_what_does_not_exist_is_refused(native: ctypes.CDLL) -> None:
+def test_invalid_arguments_are_refused(native: ctypes.CDLL) -> None:
     paged = Paged(SHAPES[0], FLOAT32, [(2, 20)], seed=2)
     kernels, blocks = AttentionKernels(native), paged.pool.blocks
     k = np.zeros((2, 3, 64), np.float32)

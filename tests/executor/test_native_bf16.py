@@ -1,4 +1,4 @@
-"""Products of bfloat16 weights with rows rounded to bfloat16, which some machines have, against numpy in float64."""
+"""Products of bfloat16 weights with rows rounded to bfloat16 (AVX512-BF16), against numpy in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def normal(seed: int, *shape: int) -> Array:
 
 
 def rounded(x: Array) -> Array:
-    """To bfloat16 and back."""
+    """Round to bfloat16 and back."""
     return torch.from_numpy(x).bfloat16().float().numpy()
 
 
@@ -50,7 +50,7 @@ def test_any_number_of_rows(kernels: LinearKernels, inputs: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_shapes_of_models_and_odd_ones(kernels: LinearKernels, native: ctypes.CDLL, threads: int) -> None:
+def test_model_shapes_and_odd_shapes(kernels: LinearKernels, native: ctypes.CDLL, threads: int) -> None:
     before = native.cue_threads()
     native.cue_set_threads(threads)
     for shape in [(1, 1, 1), (3, 33, 1), (50, 65, 130), (1, 129, 2047), (33, 320, 577)]:
@@ -59,7 +59,7 @@ def test_shapes_of_models_and_odd_ones(kernels: LinearKernels, native: ctypes.CD
 
 
 def test_rows_are_rounded_to_the_nearest(kernels: LinearKernels) -> None:
-    """Ties to even; what is not finite stays so. Below 2^-126 the instructions know only 0."""
+    """Ties to even; non-finite numbers stay so. Below 2^-126 the instructions flush to 0."""
     halves = (np.arange(0x3F80, 0x3FC0, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
     odd = np.array([0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 2e-38, 1e-30], np.float32)
     x = np.concatenate([halves, -halves, halves * np.float32(1 + 2**-20), odd, normal(1, 50) * 1e20])[:, None]
@@ -86,7 +86,7 @@ def test_gated_products(kernels: LinearKernels, rows: int, outputs: int, inputs:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 25])
-def test_rows_may_lie_apart_and_nothing_else_is_written(kernels: LinearKernels, rows: int) -> None:
+def test_strided_rows_write_nothing_else(kernels: LinearKernels, rows: int) -> None:
     x, weights = normal(1, rows, 45), packed(kernels, normal(2, 33, 45))
     wide = np.full((rows, 60), np.nan, np.float32)
     wide[:, 7:52] = x
@@ -98,7 +98,7 @@ def test_rows_may_lie_apart_and_nothing_else_is_written(kernels: LinearKernels, 
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_spoils_no_other(kernels: LinearKernels, odd: float) -> None:
+def test_non_finite_row_changes_no_other(kernels: LinearKernels, odd: float) -> None:
     x, weights = normal(1, 14, 71), normal(2, 40, 71)
     expected = kernels.linear(packed(kernels, weights), x)
     x[3, 70] = odd

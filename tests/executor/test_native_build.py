@@ -1,4 +1,4 @@
-"""How the native library is compiled, kept and found again, and how its threads share work."""
+"""Compiling, caching and loading the native library, and the thread pool inside it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCE = 'extern "C" int cue_answer() { return ANSWER; }\n'
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small library in place of ours, so that compiling takes no time; nothing is loaded yet."""
+    """A small library in place of the real one, so that compiling is fast; nothing is loaded yet."""
     if not any(map(shutil.which, build.COMPILERS)):
         pytest.skip("no C++ compiler")
     folder = tmp_path / "sources"
@@ -37,18 +37,20 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kept(cache: Path) -> Path:
-    """The one library there."""
+    """The only library in `cache`."""
     (library,) = cache.glob(f"{build.native_name(build.find_compiler())}-*.so")
     return library
 
 
 def again(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> ctypes.CDLL:
-    """As another process would ask for the library."""
+    """Load the library as another process would."""
     monkeypatch.setattr(build, "_loaded", None)
     return load_native(folder)
 
 
-def test_it_is_compiled_once_and_then_found(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_is_compiled_once_and_then_loaded(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = tmp_path / "not" / "there"
     assert load_native(cache).cue_answer() == 42
     assert load_native(None) is load_native(cache)  # one for the process
@@ -57,7 +59,7 @@ def test_it_is_compiled_once_and_then_found(sources: Path, tmp_path: Path, monke
     assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
-def test_a_changed_source_header_or_flag_is_another_library(
+def test_changed_source_header_or_flag_gives_another_library(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = build.find_compiler()
@@ -73,14 +75,14 @@ def test_a_changed_source_header_or_flag_is_another_library(
     assert again(monkeypatch, tmp_path).cue_answer() == 43
 
 
-def test_what_the_compiler_says_is_passed_on(sources: Path, tmp_path: Path) -> None:
+def test_compiler_output_is_in_the_error(sources: Path, tmp_path: Path) -> None:
     (sources / "answer.h").write_text("#error no answer\n")
     with pytest.raises(NoNativeCode, match=r"failed with status 1:\n(.*\n)*.*no answer"):
         load_native(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_compiler_that_is_not_there(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_refused(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler -O1")
     with pytest.raises(NoNativeCode, match="no C\\+\\+ compiler: looked for /no/such/compiler"):
         load_native(tmp_path)
@@ -107,7 +109,7 @@ def test_cxx_may_have_options(sources: Path, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("blocked", ["none", "file", "beneath a file", "no rights", "full"])
-def test_without_a_folder_it_is_compiled_for_this_process(
+def test_library_without_a_folder_is_compiled_for_this_process(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocked: str
 ) -> None:
     scratch = tmp_path / "scratch"
@@ -132,24 +134,24 @@ def full(*_: object) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut off", "zeroed", "no library"])
-def test_a_damaged_library_is_compiled_again(
+def test_damaged_library_is_compiled_again(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     assert load_native(tmp_path).cue_answer() == 42
     library = kept(tmp_path)
     whole = library.read_bytes()
     damaged = {"cut off": whole[:9000], "zeroed": whole[:4096] + bytes(4096) + whole[8192:], "no library": b"\x7fELF"}
-    # Another file, as the process that runs these tests has the one that was there in its memory.
+    # Another file: this process has the former one mapped.
     library.unlink()
     library.write_bytes(damaged[damage])
     assert again(monkeypatch, tmp_path).cue_answer() == 42
     assert kept(tmp_path).read_bytes() == whole
 
 
-def test_where_nothing_may_be_run_it_is_loaded_from_elsewhere(
+def test_library_in_a_noexec_folder_is_loaded_from_elsewhere(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As from a disk that is mounted with `noexec`."""
+    """Act as on a disk that is mounted with `noexec`."""
     load, loaded = ctypes.CDLL, []
 
     def refuse(path: str) -> ctypes.CDLL:
@@ -165,7 +167,7 @@ def test_where_nothing_may_be_run_it_is_loaded_from_elsewhere(
     assert kept(tmp_path).exists()
 
 
-def test_processes_may_compile_at_the_same_time(sources: Path, tmp_path: Path) -> None:
+def test_processes_compile_at_the_same_time(sources: Path, tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from cuelight.actors.executor.native import build\n"
         "build.SOURCES = Path(sys.argv[1]); sys.stdin.readline()\n"
@@ -181,7 +183,7 @@ def test_processes_may_compile_at_the_same_time(sources: Path, tmp_path: Path) -
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".so"]
 
 
-def test_libraries_that_nobody_has_used_for_long_make_room(sources: Path, tmp_path: Path) -> None:
+def test_least_recently_used_libraries_are_removed(sources: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
     others = [cache / f"native-{number}.so" for number in range(build.LIBRARIES_KEPT + 2)]
@@ -200,7 +202,7 @@ def test_libraries_that_nobody_has_used_for_long_make_room(sources: Path, tmp_pa
     assert {path.name for path in cache.iterdir()} == used | {kept(cache).name, at_work.name, "else.so"}
 
 
-def test_a_library_that_is_used_counts_as_new(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_used_library_counts_as_new(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_native(tmp_path)
     library = kept(tmp_path)
     os.utime(library, (1e9, 1e9))
@@ -239,7 +241,7 @@ def test_every_task_runs_once(threads: ctypes.CDLL) -> None:
         assert run(threads, tasks) == list(range(tasks))
 
 
-def test_callers_of_several_threads_take_turns(threads: ctypes.CDLL) -> None:
+def test_jobs_of_several_threads_take_turns(threads: ctypes.CDLL) -> None:
     results: list[list[int]] = []
     callers = [threading.Thread(target=lambda: results.extend(run(threads, 40) for _ in range(50))) for _ in range(4)]
     for caller in callers:
@@ -249,13 +251,13 @@ def test_callers_of_several_threads_take_turns(threads: ctypes.CDLL) -> None:
     assert results == [list(range(40))] * 200
 
 
-def test_a_task_may_ask_for_tasks(threads: ctypes.CDLL) -> None:
+def test_task_may_start_tasks(threads: ctypes.CDLL) -> None:
     inner: list[list[int]] = []
     threads.cue_parallel(6, TASK(lambda _context, _task: inner.append(run(threads, 5))), None)
     assert inner == [list(range(5))] * 6
 
 
-def test_the_tasks_of_a_job_run_at_the_same_time(native: ctypes.CDLL) -> None:
+def test_tasks_of_a_job_run_at_the_same_time(native: ctypes.CDLL) -> None:
     before = native.cue_threads()
     native.cue_set_threads(3)
     meeting = threading.Barrier(3)
@@ -269,7 +271,7 @@ def test_the_tasks_of_a_job_run_at_the_same_time(native: ctypes.CDLL) -> None:
     assert sorted(met) == [0, 1, 2]
 
 
-def test_no_count_of_threads_is_refused(native: ctypes.CDLL) -> None:
+def test_invalid_thread_count_becomes_one(native: ctypes.CDLL) -> None:
     before = native.cue_threads()
     assert before == len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else before >= 1
     for wanted in (0, -5):
@@ -299,6 +301,6 @@ assert count() == (100, 3)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_makes_threads_of_its_own(native: ctypes.CDLL) -> None:
+def test_forked_child_starts_its_own_threads(native: ctypes.CDLL) -> None:
     folder = str(cache_directory() / "native")
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED, folder], check=True, timeout=120)

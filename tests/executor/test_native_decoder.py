@@ -33,7 +33,7 @@ Array = npt.NDArray[Any]
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a family's model, made once."""
+    """The folder of a family's model, saved once."""
     made: dict[str, Path] = {}
 
     def folder(family: str) -> Path:
@@ -52,7 +52,7 @@ def norm(x: Array, weight: Array, epsilon: float) -> Array:
 
 @dataclass
 class Whole:
-    """The model in float64, one text at once, with nothing kept."""
+    """The model in float64: one text at once, without a KV cache."""
 
     architecture: Architecture
     weights: dict[str, Array]
@@ -64,7 +64,7 @@ class Whole:
         return cls(read_architecture(folder), tensors)
 
     def rounded(self, kernels: LinearKernels, kind: WeightFormat) -> Whole:
-        """The same with the weights that are left of these once they are packed."""
+        """The same model with the weights as they are after packing."""
         weights = dict(self.weights)
         for name, weight in weights.items():
             if weight.ndim == 2 and name != "model.embed_tokens.weight":
@@ -93,7 +93,7 @@ class Whole:
         return y + self.weights.get(f"{name}.bias", 0.0)
 
     def _heads(self, name: str, x: Array, which: str) -> Array:
-        """[heads, tokens, head_dim], turned."""
+        """[heads, tokens, head_dim], with rotary embedding."""
         a = self.architecture
         heads = self._linear(f"{name}self_attn.{which}_proj", x).reshape(len(x), -1, a.head_dim)
         weight = self.weights.get(f"{name}self_attn.{which}_norm.weight")
@@ -116,7 +116,7 @@ class Whole:
 
 
 class Steps:
-    """Texts through a decoder in mixed steps, over scattered blocks full of old numbers; logits after each token."""
+    """Texts through a decoder in mixed steps, over scattered blocks of stale numbers; logits after each token."""
 
     def __init__(
         self, native: ctypes.CDLL, folder: Path, kind: WeightFormat, block_size: int = 4, stored: int = FLOAT32
@@ -133,7 +133,7 @@ class Steps:
         self.free = self.chance.sample(range(1, 60), 59)
 
     def run(self, texts: Sequence[Sequence[int]]) -> list[Array]:
-        """For each text its logits, [tokens, vocabulary]."""
+        """Logits for each text: [tokens, vocabulary]."""
         size = self.pools.block_size
         done = [0] * len(texts)
         tables = [[self.free.pop() for _ in range(-(-len(text) // size))] for text in texts]
@@ -170,12 +170,12 @@ def texts_of(vocabulary: int) -> list[list[int]]:
 
 
 def apart(got: Array, expected: Array) -> float:
-    """Relative to how large the logits are."""
+    """Root mean square of the difference, relative to that of the expected logits."""
     return float(np.sqrt(((got - expected) ** 2).mean() / (expected**2).mean()))
 
 
 @pytest.mark.parametrize("family", NATIVE)
-def test_logits_are_those_of_the_whole_model(family: str, form: ctypes.CDLL, folder_of: Callable[[str], Path]) -> None:
+def test_logits_match_the_whole_model(family: str, form: ctypes.CDLL, folder_of: Callable[[str], Path]) -> None:
     whole = Whole.of(folder_of(family))
     texts = texts_of(whole.architecture.vocabulary)
     for text, got in zip(texts, Steps(form, folder_of(family), WeightFormat.F32).run(texts), strict=True):
@@ -183,7 +183,7 @@ def test_logits_are_those_of_the_whole_model(family: str, form: ctypes.CDLL, fol
 
 
 @pytest.mark.parametrize("family", NATIVE)
-def test_the_whole_model_is_that_of_transformers(family: str, folder_of: Callable[[str], Path]) -> None:
+def test_whole_model_matches_transformers(family: str, folder_of: Callable[[str], Path]) -> None:
     whole = Whole.of(folder_of(family))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder_of(family), dtype=torch.float32)
     for text in texts_of(whole.architecture.vocabulary):
@@ -205,7 +205,7 @@ def test_the_whole_model_is_that_of_transformers(family: str, folder_of: Callabl
         (WeightFormat.INT4, BF16, 0.6, 0.06),
     ],
 )
-def test_narrower_numbers_give_nearly_the_same_logits(
+def test_narrower_types_give_nearly_the_same_logits(
     family: str,
     kind: WeightFormat,
     stored: int,
@@ -214,12 +214,12 @@ def test_narrower_numbers_give_nearly_the_same_logits(
     form: ctypes.CDLL,
     folder_of: Callable[[str], Path],
 ) -> None:
-    """Weights of 64 large random numbers lose far more than those of real models; what they become is known exactly."""
+    """Random weights of width 64 lose far more than real ones; the packed weights are known exactly."""
     check_narrower(form, folder_of(family), kind, stored, of_weights, of_rows)
 
 
 @pytest.mark.parametrize("family", ["llama, odd", "qwen3, wide"])
-def test_rows_of_bfloat16_give_nearly_the_same_logits(
+def test_bf16_rows_give_nearly_the_same_logits(
     family: str, avx512_bf16: ctypes.CDLL, folder_of: Callable[[str], Path]
 ) -> None:
     check_narrower(avx512_bf16, folder_of(family), WeightFormat.BF16, BF16, 0.02, 0.02)
@@ -229,7 +229,7 @@ def test_rows_of_bfloat16_give_nearly_the_same_logits(
     ("kind", "stored", "of_weights", "of_rows"),
     [(WeightFormat.BF16, BF16, 0.02, 0.02), (WeightFormat.INT8, INT8, 0.06, 0.06)],
 )
-def test_a_paired_pool_gives_nearly_the_same_logits(
+def test_paired_pool_gives_nearly_the_same_logits(
     native: ctypes.CDLL,
     folder_of: Callable[[str], Path],
     kind: WeightFormat,
@@ -263,7 +263,7 @@ def check_narrower(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_weights_may_be_stored_in_half_the_bits(dtype: torch.dtype, native: ctypes.CDLL, tmp_path: Path) -> None:
+def test_weights_stored_in_half_precision_are_read(dtype: torch.dtype, native: ctypes.CDLL, tmp_path: Path) -> None:
     save(NATIVE["qwen3, biases"](), tmp_path).to(dtype).save_pretrained(tmp_path)
     stored = np.float16 if dtype is torch.float16 else np.uint16
     assert {each.dtype for each in read_weights(tmp_path).values()} == {np.dtype(stored)}
@@ -273,8 +273,8 @@ def test_weights_may_be_stored_in_half_the_bits(dtype: torch.dtype, native: ctyp
         np.testing.assert_allclose(got, whole.logits(text), rtol=0, atol=1e-4)
 
 
-def test_an_own_head_is_used_where_the_configuration_says_tied(native: ctypes.CDLL, tmp_path: Path) -> None:
-    """As transformers does, which does not tie what differs."""
+def test_untied_head_is_used_where_the_configuration_says_tied(native: ctypes.CDLL, tmp_path: Path) -> None:
+    """As transformers does, which does not tie differing weights."""
     save(NATIVE["llama"](), tmp_path)
     edit_config(tmp_path, tie_word_embeddings=True)
     text = texts_of(100)[-1]
@@ -285,7 +285,7 @@ def test_an_own_head_is_used_where_the_configuration_says_tied(native: ctypes.CD
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
 
 
-def test_what_does_not_exist_is_an_error_and_no_crash(native: ctypes.CDLL, folder_of: Callable[[str], Path]) -> None:
+def test_invalid_arguments_are_refused(native: ctypes.CDLL, folder_of: Callable[[str], Path]) -> None:
     steps = Steps(native, folder_of("llama"), WeightFormat.F32)
 
     def decode(
@@ -325,9 +325,7 @@ def test_tables_and_scratch_are_no_larger_than_the_pool(native: ctypes.CDLL, fol
     assert NativeDecoder(native, weights, NativeKVPool(architecture, 9, 4, BF16).structures(), 1 << 62).positions == 36
 
 
-def test_the_parts_of_a_step_are_timed_where_that_is_asked_for(
-    native: ctypes.CDLL, folder_of: Callable[[str], Path]
-) -> None:
+def test_parts_of_a_step_are_timed_on_request(native: ctypes.CDLL, folder_of: Callable[[str], Path]) -> None:
     steps = Steps(native, folder_of("qwen3"), WeightFormat.INT4)
     assert steps.decoder.seconds is None
     architecture = steps.architecture

@@ -1,4 +1,4 @@
-"""Native matrix products against numpy: integer sums to the bit, the rest within a tolerance, in every form."""
+"""Native matrix products against numpy: integer sums bit for bit, the rest within a tolerance, in every form."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def parts(x: Array, size: int) -> Array:
 
 
 def to_int8(x: Array) -> tuple[Array, Array]:
-    """What the kernels do with spans of activations and with rows of weights, in the same float32 steps."""
+    """Quantize spans of activations and rows of weights, in the float32 steps of the kernels."""
     largest = np.abs(x).max(axis=-1, keepdims=True)
     inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest != 0)
     return np.rint(x * inverse).astype(np.int32), largest / np.float32(127)
@@ -79,11 +79,11 @@ def from_bf16(bits: Array) -> Array:
 
 
 def int4_codes(packed: PackedMatrix) -> tuple[Array, Array, Array]:
-    """Codes from 0 to 15 as [outputs, groups, 32], scales and middles as [outputs, groups, 1], of the bytes."""
+    """Codes from 0 to 15 as [outputs, groups, 32], scales and middles as [outputs, groups, 1]."""
     groups = -(-packed.inputs // SPAN) * SPAN // GROUP
     memory = packed.buffer[64:].reshape(-1, groups, 640)
     pairs = memory[:, :, :512].reshape(-1, groups, 4, 2, 16, 4)
-    quads = np.stack([pairs & 15, pairs >> 4], axis=3)  # panel, group, pair, which of it, half, lane, input
+    quads = np.stack([pairs & 15, pairs >> 4], axis=3)  # panel, group, pair, low or high nibble, half, lane, input
     codes = quads.transpose(0, 4, 5, 1, 2, 3, 6).reshape(-1, groups, GROUP)
     lines = from_bf16(memory[:, :, 512:].copy().view(np.uint16)).reshape(-1, groups, 2, 16, 2)
     scales, middles = lines.transpose(2, 0, 4, 3, 1).reshape(2, -1, groups, 1)[:, : packed.outputs]
@@ -122,7 +122,7 @@ def silu_gate(sums: Array) -> Array:
 
 
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
-def test_int8_products_are_those_of_the_quantized_operands(
+def test_int8_products_match_the_quantized_operands(
     threads: LinearKernels, rows: int, outputs: int, inputs: int
 ) -> None:
     x, weights = operands(rows, outputs, inputs)
@@ -132,7 +132,7 @@ def test_int8_products_are_those_of_the_quantized_operands(
 
 
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
-def test_int4_products_are_those_of_the_quantized_operands(
+def test_int4_products_match_the_quantized_operands(
     threads: LinearKernels, rows: int, outputs: int, inputs: int
 ) -> None:
     x, weights = operands(rows, outputs, inputs)
@@ -143,10 +143,10 @@ def test_int4_products_are_those_of_the_quantized_operands(
 
 @pytest.mark.parametrize("rows", [*range(1, 14), 30])
 @pytest.mark.parametrize("inputs", [64, 100, 200])
-def test_int8_products_of_one_span_have_the_same_bits_as_integer_sums(
+def test_int8_products_of_one_span_match_integer_sums_bit_for_bit(
     kernels: LinearKernels, rows: int, inputs: int
 ) -> None:
-    """Wherever the span is: the others add nothing."""
+    """At any position of the span: the other spans add zeros."""
     x, weights = operands(rows, 70, inputs)
     packed, (codes, steps) = kernels.pack(weights, WeightFormat.INT8), to_int8(weights)
     for first in range(0, inputs, SPAN):
@@ -162,7 +162,7 @@ def test_int8_products_of_one_span_have_the_same_bits_as_integer_sums(
 def test_products_of_integers_are_exact(
     threads: LinearKernels, rows: int, outputs: int, inputs: int, kind: WeightFormat
 ) -> None:
-    """Where every scale is 1, all steps are whole numbers that float32 holds, whatever their order."""
+    """With every scale 1, all intermediate sums are integers that float32 holds, in any order."""
     random, limit = np.random.default_rng(rows), 127 if kind is WeightFormat.INT8 else 7
     x = random.integers(-127, 128, (rows, inputs)).astype(np.float32)
     weights = random.integers(-limit - (kind is WeightFormat.INT4), limit + 1, (outputs, inputs)).astype(np.float32)
@@ -190,7 +190,7 @@ def test_float_products(threads: LinearKernels, rows: int, outputs: int, inputs:
 
 
 def test_sums_of_the_largest_magnitudes_do_not_saturate(kernels: LinearKernels) -> None:
-    """127 * 127 in every place, with equal and with opposite signs: where 16-bit sums of pairs would overflow."""
+    """127 * 127 everywhere, with equal and opposite signs: 16-bit sums of pairs would overflow."""
     signs = np.where(np.arange(4096) % 3 == 0, np.float32(-1), np.float32(1))
     x = np.stack([signs, -signs, np.ones_like(signs)])
     weights = np.stack([signs, -signs, np.ones_like(signs), -np.ones_like(signs)])
@@ -214,9 +214,7 @@ def test_bias_and_addition(kernels: LinearKernels, rows: int, outputs: int, inpu
 @pytest.mark.parametrize("kind", WeightFormat)
 @pytest.mark.parametrize("outputs", [32, 33, 64, 95])
 @pytest.mark.parametrize("rows", [1, 7, 25])
-def test_rows_may_lie_apart_and_nothing_else_is_written(
-    kernels: LinearKernels, rows: int, outputs: int, kind: WeightFormat
-) -> None:
+def test_strided_rows_write_nothing_else(kernels: LinearKernels, rows: int, outputs: int, kind: WeightFormat) -> None:
     x, weights = operands(rows, outputs, 45)
     packed = kernels.pack(weights, kind)
     wide = np.full((rows, 60), np.nan, np.float32)
@@ -272,7 +270,7 @@ def test_rows_quantized_once_serve_several_products(threads: LinearKernels, rows
 
 @pytest.mark.parametrize("kind", WeightFormat)
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_spoils_no_other(kernels: LinearKernels, kind: WeightFormat, odd: float) -> None:
+def test_non_finite_row_changes_no_other(kernels: LinearKernels, kind: WeightFormat, odd: float) -> None:
     x, weights = operands(14, 40, 70)
     packed = kernels.pack(weights, kind)
     expected = kernels.linear(packed, x)
@@ -283,7 +281,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(kernels: LinearKernels, kind: 
 
 
 @pytest.mark.parametrize("kind", [WeightFormat.INT8, WeightFormat.INT4])
-def test_rows_and_weights_of_nothing(kernels: LinearKernels, kind: WeightFormat) -> None:
+def test_zero_and_denormal_rows_and_weights_give_zeros(kernels: LinearKernels, kind: WeightFormat) -> None:
     x, weights = operands(13, 40, 70)
     x[2], x[5], weights[7] = 0, 1e-44, 0
     y = kernels.linear(kernels.pack(weights, kind), x)
@@ -294,7 +292,7 @@ def test_rows_and_weights_of_nothing(kernels: LinearKernels, kind: WeightFormat)
 
 @pytest.mark.parametrize("kind", WeightFormat)
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
-def test_weights_that_are_not_finite_are_seen(kernels: LinearKernels, kind: WeightFormat, odd: float) -> None:
+def test_non_finite_weights_reach_their_outputs_only(kernels: LinearKernels, kind: WeightFormat, odd: float) -> None:
     x, weights = operands(3, 40, 70)
     weights[7, 33] = odd
     y = kernels.linear(kernels.pack(weights, kind), x)
@@ -303,7 +301,7 @@ def test_weights_that_are_not_finite_are_seen(kernels: LinearKernels, kind: Weig
 
 
 @pytest.mark.parametrize("kind", WeightFormat)
-def test_half_weights_pack_as_their_values(kernels: LinearKernels, kind: WeightFormat) -> None:
+def test_half_precision_weights_pack_as_their_values(kernels: LinearKernels, kind: WeightFormat) -> None:
     half = normal(1, 70, 50).astype(np.float16)
     half[0, :6] = [0, -0.0, 6e-8, -6e-5, 65504, -65504]
     expected = kernels.pack(half.astype(np.float32), kind).buffer
@@ -317,8 +315,8 @@ def test_half_weights_pack_as_their_values(kernels: LinearKernels, kind: WeightF
 
 
 def test_quantized_weights_are_close_to_the_weights(kernels: LinearKernels) -> None:
-    """int8: half a step of a row. int4: on average less than evenly spaced codes from the least to the greatest, and
-    never a step of a group."""
+    """int8 errs by at most half a step of a row; int4 by less than a step of a group, and on average by less than codes
+    spaced evenly from the least to the greatest weight."""
     weights, x = normal(1, 40, 64), np.eye(64, dtype=np.float32)
     int8 = kernels.linear(kernels.pack(weights, WeightFormat.INT8), x).T
     assert (np.abs(int8 - weights) <= np.abs(weights).max(axis=1, keepdims=True) / 127 * 0.51).all()
@@ -331,8 +329,8 @@ def test_quantized_weights_are_close_to_the_weights(kernels: LinearKernels) -> N
 
 
 @pytest.mark.parametrize("offset", [0, 3, -40])
-def test_weights_that_had_been_4_bits_get_their_codes_back(kernels: LinearKernels, offset: float) -> None:
-    """With a scale and a minimum for 32 of them, each of 16 bits, and rounded to bfloat16 since."""
+def test_weights_quantized_to_4_bits_before_get_their_codes_back(kernels: LinearKernels, offset: float) -> None:
+    """Groups of 32 with a scale and a minimum of 16 bits each, rounded to bfloat16 afterwards."""
     random = np.random.default_rng(5)
     codes = random.integers(0, 16, (40, 3, GROUP))
     codes[:, :, 7], codes[:, :, 20] = 0, 15
@@ -347,12 +345,12 @@ def test_weights_that_had_been_4_bits_get_their_codes_back(kernels: LinearKernel
 
 
 @pytest.mark.parametrize("value", [0.0, 1.5, -3e-5, 1e-42, 3e38])
-def test_a_group_of_equal_weights(kernels: LinearKernels, value: float) -> None:
+def test_group_of_equal_weights(kernels: LinearKernels, value: float) -> None:
     weights = np.full((3, 70), value, np.float32)
     np.testing.assert_allclose(int4_weights(kernels.pack(weights, WeightFormat.INT4)), weights, rtol=2**-8, atol=1e-38)
 
 
-def test_an_arena_gives_memory_that_does_not_overlap(native: ctypes.CDLL) -> None:
+def test_arena_memory_does_not_overlap(native: ctypes.CDLL) -> None:
     kernels, arena = LinearKernels(native), Arena(chunk_bytes=100_000)
     x, weights = operands(3, 40, 70)
     packed = [kernels.pack(weights * n, kind, into=arena.take(kernels.packed_bytes(kind, 40, 70)))
@@ -366,7 +364,7 @@ def test_an_arena_gives_memory_that_does_not_overlap(native: ctypes.CDLL) -> Non
         np.testing.assert_array_equal(kernels.linear(each, x), expected)
 
 
-def test_callers_at_once(native: ctypes.CDLL) -> None:
+def test_concurrent_callers(native: ctypes.CDLL) -> None:
     kernels = LinearKernels(native)
     x, weights = operands(20, 300, 200)
     packed = [kernels.pack(weights, kind) for kind in WeightFormat]
@@ -376,7 +374,7 @@ def test_callers_at_once(native: ctypes.CDLL) -> None:
             np.testing.assert_array_equal(y, expected[index % 4])
 
 
-def test_what_does_not_fit_is_refused(native: ctypes.CDLL) -> None:
+def test_invalid_shapes_are_refused(native: ctypes.CDLL) -> None:
     kernels = LinearKernels(native)
     x, weights = operands(3, 40, 70)
     packed, gated = kernels.pack(weights, WeightFormat.INT8), kernels.pack(weights, WeightFormat.INT8, gated=True)
@@ -406,7 +404,7 @@ def test_what_does_not_fit_is_refused(native: ctypes.CDLL) -> None:
             refused()
 
 
-def test_no_rows_are_no_work(native: ctypes.CDLL) -> None:
+def test_no_rows_give_an_empty_result(native: ctypes.CDLL) -> None:
     kernels = LinearKernels(native)
     packed = kernels.pack(normal(1, 40, 70), WeightFormat.INT4)
     assert kernels.linear(packed, np.zeros((0, 70), np.float32)).shape == (0, 40)

@@ -1,4 +1,4 @@
-"""What the native decoder makes of a folder: its configuration, its weights, and when it leaves it to others."""
+"""Loading a folder with the native decoder: configuration, weights, and folders that are refused."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def without(*names: str) -> dict[str, object]:
     return {name: value for name, value in LLAMA.items() if name not in names}
 
 
-def test_the_sizes_are_those_of_the_configuration(tmp_path: Path) -> None:
+def test_sizes_are_those_of_the_configuration(tmp_path: Path) -> None:
     llama = read(tmp_path, {**LLAMA, "tie_word_embeddings": True})
     assert (llama.layers, llama.hidden, llama.heads, llama.kv_heads, llama.head_dim) == (2, 48, 6, 2, 10)
     assert (llama.intermediate, llama.vocabulary, llama.positions, llama.epsilon) == (64, 100, 256, 1e-5)
@@ -86,7 +86,7 @@ def test_the_sizes_are_those_of_the_configuration(tmp_path: Path) -> None:
     assert not read(tmp_path, LLAMA).is_tied
 
 
-def test_each_family_has_the_weights_that_it_has(tmp_path: Path) -> None:
+def test_each_family_has_its_weights(tmp_path: Path) -> None:
     def parts(**changes: object) -> tuple[bool, bool, bool]:
         read_ = read(tmp_path, {**LLAMA, **changes})
         return read_.has_qkv_bias, read_.has_output_bias, read_.has_head_norms
@@ -148,14 +148,14 @@ REFUSED: dict[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_known_for_certain_is_refused(name: str, tmp_path: Path) -> None:
+def test_unsupported_configuration_is_refused(name: str, tmp_path: Path) -> None:
     config, why = REFUSED[name]
     with pytest.raises(NotNative, match=why):
         read(tmp_path, config)
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[" * 100_000, "\udcff"])
-def test_a_configuration_that_cannot_be_read_is_refused(text: str | None, tmp_path: Path) -> None:
+def test_unreadable_configuration_is_refused(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(NotNative, match="cannot be read"):
@@ -178,13 +178,13 @@ def test_a_configuration_that_cannot_be_read_is_refused(text: str | None, tmp_pa
     ids=str,
 )
 @pytest.mark.parametrize("head_dim", [2, 10, 64, 128])
-def test_the_rotary_tables_are_those_of_transformers(changes: dict[str, object], head_dim: int, tmp_path: Path) -> None:
+def test_rotary_tables_match_transformers(changes: dict[str, object], head_dim: int, tmp_path: Path) -> None:
     config = {**LLAMA, **changes, "head_dim": head_dim}
     ours = read(tmp_path, config)
     theirs = LlamaRotaryEmbedding(transformers.AutoConfig.from_pretrained(tmp_path))
     frequencies = theirs.inv_freq.numpy()
     same = ours.inverse_frequencies == frequencies
-    assert (~same).sum() <= 1, "powers are rounded as elsewhere, nearly always"
+    assert (~same).sum() <= 1, "at most one power is rounded differently"
     np.testing.assert_allclose(ours.inverse_frequencies, frequencies, rtol=1.2e-7, atol=0)
     cosines, sines = theirs(torch.zeros(1), torch.arange(3000)[None])
     for table, expected in zip(ours.rotary_tables(3000), (cosines, sines), strict=True):
@@ -205,7 +205,7 @@ TENSORS = {
 }
 
 
-def test_tensors_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_tensors_are_read_as_written(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors", metadata={"dtype": "F32"})
     tensors = read_weights(tmp_path)
     assert set(tensors) == set(TENSORS) - {"of another type"}
@@ -216,7 +216,7 @@ def test_tensors_are_read_as_they_were_written(tmp_path: Path) -> None:
         np.testing.assert_array_equal(wide, TENSORS[name].float().numpy())
 
 
-def test_files_of_an_index_are_read_together_unless_there_is_one_for_all(tmp_path: Path) -> None:
+def test_index_files_are_read_together_unless_a_single_file_exists(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "1.safetensors")
     save_file({"b": torch.ones(3), "c": torch.ones(4)}, tmp_path / "2.safetensors")
     weight_map = {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}
@@ -227,7 +227,7 @@ def test_files_of_an_index_are_read_together_unless_there_is_one_for_all(tmp_pat
 
 
 def resident_bytes(file: Path) -> int:
-    """Of a mapped file, in this process."""
+    """The resident bytes of a mapped file in this process."""
     size, counts = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
@@ -238,7 +238,7 @@ def resident_bytes(file: Path) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="says nothing of its memory")
-def test_weights_that_were_read_leave_memory(tmp_path: Path) -> None:
+def test_weights_already_read_leave_memory(tmp_path: Path) -> None:
     numbers = np.arange(1 << 18, dtype=np.float32)
     save_file({"x": torch.from_numpy(numbers)}, tmp_path / "model.safetensors")
     tensors = read_weights(tmp_path)
@@ -258,7 +258,7 @@ def entry(**changes: object) -> dict[str, object]:
     return {"x": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24], **changes}}
 
 
-def test_numbers_that_begin_anywhere_are_read(tmp_path: Path) -> None:
+def test_unaligned_numbers_are_read(tmp_path: Path) -> None:
     numbers = np.arange(6, dtype=np.float32)
     for spaces in range(4):
         text = json.dumps(entry()).encode() + b" " * spaces
@@ -305,7 +305,7 @@ def test_bad_files_are_refused(name: str, tmp_path: Path) -> None:
         read_weights(tmp_path)
 
 
-def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"x": torch.ones(2, 3), "y": torch.ones(5)}, path)
     whole = path.read_bytes()
@@ -318,13 +318,13 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "index", [b"", b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}', b"[" * 100_000]
 )
-def test_a_bad_index_is_refused(index: bytes, tmp_path: Path) -> None:
+def test_bad_index_is_refused(index: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(index)
     with pytest.raises(BadWeights, match="names no files"):
         read_weights(tmp_path)
 
 
-def test_an_index_of_files_that_are_not_there_is_refused(tmp_path: Path) -> None:
+def test_index_of_missing_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(BadWeights, match=r"gone\.safetensors"):
         read_weights(tmp_path)
@@ -386,14 +386,14 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
-def test_a_folder_that_does_not_fit_is_left_to_others(breakage: str, tmp_path: Path) -> None:
+def test_unsuitable_folder_is_refused(breakage: str, tmp_path: Path) -> None:
     break_it, why = BREAKAGES[breakage]
     break_it(tiny(tmp_path))
     with pytest.raises(Unsuitable, match=why):
         load(options(tmp_path))
 
 
-def test_more_inputs_than_a_product_can_sum_are_left_to_others(tmp_path: Path) -> None:
+def test_more_inputs_than_a_product_can_sum_are_refused(tmp_path: Path) -> None:
     tiny(tmp_path, intermediate_size=65537, num_hidden_layers=1)
     with pytest.raises(Unsuitable, match="cannot pack"):
         load(options(tmp_path, quantization="int8"))
@@ -410,7 +410,7 @@ def test_more_inputs_than_a_product_can_sum_are_left_to_others(tmp_path: Path) -
         ({"host_kv_cache_bytes": 10}, "host_kv_cache_bytes=10 holds no block"),
     ],
 )
-def test_options_that_cannot_be_met_are_refused(others: dict[str, object], why: str, tmp_path: Path) -> None:
+def test_impossible_options_are_refused(others: dict[str, object], why: str, tmp_path: Path) -> None:
     with pytest.raises(CannotLoad, match=why):
         load(options(tiny(tmp_path), **others))
 
@@ -435,35 +435,37 @@ def stored(runner: NativeRunner) -> npt.NDArray[Any]:
         ({"kv_cache_dtype": "int8"}, 1),
     ],
 )
-def test_the_pool_takes_the_bytes_it_is_given(others: dict[str, object], number_bytes: int, tmp_path: Path) -> None:
-    # 2 layers of keys and values of 2 heads of 8 numbers, in blocks of 4. Of 8 bytes in a head there is a scale.
+def test_pool_takes_the_given_bytes(others: dict[str, object], number_bytes: int, tmp_path: Path) -> None:
+    # 2 layers of keys and values of 2 heads of 8 numbers, in blocks of 4. Each int8 head of 8 bytes has a scale.
     block_bytes = 2 * 2 * 2 * 4 * (8 * number_bytes + (4 if number_bytes == 1 else 0))
     runner = load(options(tiny(tmp_path), block_count=None, kv_cache_bytes=10 * block_bytes + 5, **others))
     assert (runner.block_count, runner.block_size) == (10, 4)
     assert stored(runner).itemsize == number_bytes
-    assert not stored(runner).any(), "what loading tried is wiped out"
+    assert not stored(runner).any(), "the trial run's blocks are zeroed"
 
 
-def test_by_default_the_pool_is_no_larger_than_is_of_use(tmp_path: Path) -> None:
+def test_default_pool_is_no_larger_than_useful(tmp_path: Path) -> None:
     tiny(tmp_path)
-    assert load(options(tmp_path, block_count=None, pool_tokens=30)).block_count == 1 + 8, "the null block holds none"
+    assert load(options(tmp_path, block_count=None, pool_tokens=30)).block_count == 1 + 8, (
+        "the null block holds no tokens"
+    )
     asked = {"kv_cache_bytes": 20 * 2 * 2 * 2 * 4 * 8 * 4}
     assert load(options(tmp_path, block_count=None, pool_tokens=30, **asked)).block_count == 20
 
 
-def test_without_host_memory_only_loading_is_timed(tmp_path: Path) -> None:
+def test_only_loading_is_timed_without_host_memory(tmp_path: Path) -> None:
     looks = itertools.count()
     runner = load(options(tiny(tmp_path), now=lambda: float(next(looks))))
     assert runner.host == HostTier()
-    assert next(looks) == 8, "when each of four phases began and ended"
+    assert next(looks) == 8, "begin and end of each of four phases"
 
 
-def test_costs_of_host_memory_are_measured_with_what_there_is_room_for(tmp_path: Path) -> None:
+def test_costs_of_host_memory_are_measured_within_the_available_room(tmp_path: Path) -> None:
     looks = itertools.count()
 
     def measured(**others: object) -> HostTier:
         runner = load(options(tmp_path, now=lambda: float(next(looks)), **others))
-        assert not stored(runner).any(), "what was measured is wiped out"
+        assert not stored(runner).any(), "measured blocks are zeroed"
         return runner.host
 
     tiny(tmp_path)
@@ -475,11 +477,11 @@ def test_costs_of_host_memory_are_measured_with_what_there_is_room_for(tmp_path:
     assert measured(host_block_count=1).recompute_seconds == 1 / 10
 
 
-def test_an_endless_budget_takes_no_endless_memory(tmp_path: Path) -> None:
+def test_huge_token_budget_takes_bounded_memory(tmp_path: Path) -> None:
     assert load(options(tiny(tmp_path), token_budget=1 << 62)).block_count == 128
 
 
-def test_a_model_it_knows_is_served_natively_and_others_by_transformers(tmp_path: Path) -> None:
+def test_known_model_is_served_natively_and_others_by_transformers(tmp_path: Path) -> None:
     tiny(tmp_path / "llama")
     assert isinstance(loading.load_device(options(tmp_path / "llama")), NativeRunner)
     assert isinstance(loading.load_device(options(tmp_path / "llama", decoder="transformers")), ModelRunner)
@@ -491,7 +493,7 @@ def test_a_model_it_knows_is_served_natively_and_others_by_transformers(tmp_path
 @pytest.mark.parametrize(
     "others", [{"decoder": "native"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}], ids=str
 )
-def test_what_is_asked_for_and_cannot_be_is_refused(others: dict[str, object], tmp_path: Path) -> None:
+def test_impossible_request_for_the_native_decoder_is_refused(others: dict[str, object], tmp_path: Path) -> None:
     tiny(tmp_path)
     with pytest.raises(CannotLoad, match=r"on the CPU only: give device='cpu', not 'cuda'"):
         loading.load_device(options(tmp_path, device="cuda", **others))
@@ -500,7 +502,7 @@ def test_what_is_asked_for_and_cannot_be_is_refused(others: dict[str, object], t
         loading.load_device(options(tmp_path, **others))
 
 
-def test_four_bits_are_the_native_decoders(tmp_path: Path) -> None:
+def test_int4_needs_the_native_decoder(tmp_path: Path) -> None:
     tiny(tmp_path)
     assert isinstance(loading.load_device(options(tmp_path, quantization="int4")), NativeRunner)
     with pytest.raises(CannotLoad, match="quantization 'int4' needs the native decoder"):
@@ -510,7 +512,7 @@ def test_four_bits_are_the_native_decoders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_cuda", [True, False])
-def test_torch_is_asked_for_cuda_only_where_there_may_be_a_gpu(
+def test_torch_is_asked_for_cuda_only_if_gpu_files_exist(
     has_cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -525,13 +527,13 @@ def test_torch_is_asked_for_cuda_only_where_there_may_be_a_gpu(
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in another process, on a machine without one."""
+    """Act as another process on a machine without a compiler."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(build, "_loaded", None)
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_without_a_compiler_transformers_serves_unless_that_is_not_what_was_asked(tmp_path: Path) -> None:
+def test_transformers_serves_without_a_compiler_unless_native_is_requested(tmp_path: Path) -> None:
     tiny(tmp_path)
     with structlog.testing.capture_logs() as entries:
         assert isinstance(loading.load_device(options(tmp_path)), ModelRunner)
@@ -543,17 +545,17 @@ def test_without_a_compiler_transformers_serves_unless_that_is_not_what_was_aske
             loading.load_device(options(tmp_path, **others))
 
 
-def test_code_that_finds_no_place_is_compiled_for_this_process_alone(
+def test_code_without_a_writable_folder_is_compiled_for_this_process_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by taking rights away, which stop no root: where the folder would be is a file."""
+    """A file is in place of the folder: permissions would not stop root."""
     tiny(tmp_path)
     (tmp_path / "file").write_text("")
     compiled = build.load_native(options(tmp_path).code_folder)
     asked: list[Path] = []
 
     def known(scratch: Path, compiler: list[str]) -> Path:
-        """In place of minutes under load: the library there is."""
+        """Return the existing library instead of compiling for minutes."""
         asked.append(scratch)
         (scratch / "native.so").write_bytes(Path(compiled._name).read_bytes())
         return scratch / "native.so"
@@ -566,7 +568,7 @@ def test_code_that_finds_no_place_is_compiled_for_this_process_alone(
     assert not asked[0].exists()
 
 
-def test_without_a_home_there_is_no_folder_for_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_folder_is_none_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -580,7 +582,7 @@ def test_without_a_home_there_is_no_folder_for_code(tmp_path: Path, monkeypatch:
     assert "no home folder" in entries[0]["reason"]
 
 
-def test_compiling_that_fails_is_told_in_the_compilers_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_compilation_reports_the_compiler_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(scratch: Path, compiler: list[str]) -> Path:
         raise NoNativeCode("c++ failed with status 1:\nout of ideas")
 
@@ -617,7 +619,7 @@ assert not heavy, heavy
 """
 
 
-def test_the_native_path_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
+def test_native_path_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     tiny(tmp_path)
     code = options(tmp_path).code_folder
     build.load_native(code)

@@ -1,4 +1,4 @@
-"""The device with the native decoder: rows in mixed batches, moved and forked, against `transformers` by token."""
+"""The device with the native decoder: rows in mixed batches, moved and forked, against `transformers`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load(folder: Path, **others: object) -> NativeRunner:
 
 
 @pytest.mark.parametrize("family", NATIVE)
-def test_chunks_and_batches_give_what_transformers_gives_alone(family: str, tmp_path: Path) -> None:
+def test_chunks_and_batches_give_the_output_of_transformers_alone(family: str, tmp_path: Path) -> None:
     model = save(NATIVE[family](), tmp_path)
     prompts = random_prompts(3)
     driver = Driver(load(tmp_path), prompts, seed=5)
@@ -45,10 +45,10 @@ def test_chunks_and_batches_give_what_transformers_gives_alone(family: str, tmp_
     assert driver.failed == {}
     for index, prompt in enumerate(prompts):
         assert driver.outputs[index] == greedy_alone(model, prompt, 8)
-    assert len({token for tokens in driver.outputs.values() for token in tokens}) > 5, "the models are not trivial"
+    assert len({token for tokens in driver.outputs.values() for token in tokens}) > 5, "the models' outputs vary"
 
 
-def test_a_step_of_partial_chunks_alone_samples_nothing(tmp_path: Path) -> None:
+def test_step_of_partial_chunks_samples_nothing(tmp_path: Path) -> None:
     model = save(NATIVE["llama"](), tmp_path)
     driver = Driver(load(tmp_path), random_prompts(3), seed=0)
     driver._run([(4, 10), (5, 10)])
@@ -58,7 +58,7 @@ def test_a_step_of_partial_chunks_alone_samples_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_that_are_moved_and_forked_go_on_as_if_nothing_had_been(seed: int, tmp_path: Path) -> None:
+def test_moved_and_forked_rows_give_the_same_output(seed: int, tmp_path: Path) -> None:
     model = save(NATIVE["llama"](), tmp_path)
     runner = load(tmp_path, host_block_count=64)
 
@@ -73,7 +73,7 @@ def test_rows_that_are_moved_and_forked_go_on_as_if_nothing_had_been(seed: int, 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_int8_cache_is_moved_and_forked_with_its_scales(seed: int, tmp_path: Path) -> None:
+def test_int8_cache_is_moved_and_forked_with_its_scales(seed: int, tmp_path: Path) -> None:
     save(NATIVE["llama"](), tmp_path)
     alone = Driver(load(tmp_path, kv_cache_dtype="int8"), random_prompts(3), seed)
     alone.run(output_tokens=8)
@@ -92,7 +92,7 @@ def test_an_int8_cache_is_moved_and_forked_with_its_scales(seed: int, tmp_path: 
 
 
 class Stepper:
-    """Rows of two blocks each, all computed at once; steps with numbers of their own."""
+    """Rows of two blocks each, with all blocks reserved at the start; numbers the steps."""
 
     def __init__(self, runner: NativeRunner | ModelRunner) -> None:
         self.runner = runner
@@ -133,7 +133,7 @@ def tokens_of(done: StepDone) -> dict[int, int]:
     return dict(zip(done.request_ids, done.token_ids, strict=True))
 
 
-def test_steps_are_prepared_before_those_that_they_depend_on_have_run(tmp_path: Path) -> None:
+def test_steps_are_prepared_before_the_steps_they_depend_on_have_run(tmp_path: Path) -> None:
     """The tokens that the later step needs are fed to it when it runs."""
     model = save(NATIVE["qwen2"](), tmp_path)
     runner = load(tmp_path)
@@ -155,7 +155,7 @@ def test_steps_are_prepared_before_those_that_they_depend_on_have_run(tmp_path: 
         assert outputs[index] == greedy_alone(model, prompt, 4)
 
 
-def test_slots_grow_and_are_taken_over(tmp_path: Path) -> None:
+def test_slots_grow_and_are_reused(tmp_path: Path) -> None:
     model = save(NATIVE["llama"](), tmp_path)
     stepper = Stepper(load(tmp_path))
     chance = random.Random(1)
@@ -188,7 +188,7 @@ def test_slots_grow_and_are_taken_over(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_sampled_is_what_the_general_path_samples(sampling: Sampling, tmp_path: Path) -> None:
+def test_sampled_tokens_match_the_general_path(sampling: Sampling, tmp_path: Path) -> None:
     save(NATIVE["llama"](), tmp_path)
     prompts = {index: [5 + index, 6, 7, 60 - index][: 1 + index % 4] for index in range(12)}
     outputs = []
@@ -209,8 +209,8 @@ def spoil_embedding(folder: Path, token: int) -> None:
 
 
 @pytest.mark.parametrize("others", [{}, {"quantization": "int8"}, {"dtype": "bfloat16"}], ids=str)
-def test_a_nan_in_one_rows_hidden_state_stays_in_that_row(others: dict[str, object], tmp_path: Path) -> None:
-    """The embedding of one token is spoilt: rows that hold it fail, and do no harm to the others."""
+def test_nan_in_the_hidden_state_of_a_row_stays_in_that_row(others: dict[str, object], tmp_path: Path) -> None:
+    """The embedding of one token is NaN: rows that hold it fail, and do not affect the others."""
     save(NATIVE["llama"](), tmp_path)
     prompts = [[token for token in prompt if token != 99] or [5] for prompt in random_prompts(3)]
     sound = Driver(load(tmp_path, **others), prompts, seed=5)
@@ -227,7 +227,7 @@ def test_a_nan_in_one_rows_hidden_state_stays_in_that_row(others: dict[str, obje
             assert driver.outputs[index] == sound.outputs[index]
 
 
-def test_rule_zeroed_pool_blocks_that_held_no_numbers_do_no_harm_to_who_gets_them_next(tmp_path: Path) -> None:
+def test_rule_zeroed_pool_blocks_that_held_nan_do_not_affect_their_next_rows(tmp_path: Path) -> None:
     save(NATIVE["llama"](), tmp_path)
     prompts = random_prompts(3)
     sound = Driver(load(tmp_path), prompts, seed=2)
@@ -245,8 +245,8 @@ def test_rule_zeroed_pool_blocks_that_held_no_numbers_do_no_harm_to_who_gets_the
 
 
 @pytest.mark.parametrize("others", [{}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}], ids=str)
-def test_a_prefix_before_what_is_no_number_is_of_use_to_others(others: dict[str, object], tmp_path: Path) -> None:
-    """The block before the spoilt token is computed in the same chunk; who finds it later does not fail."""
+def test_prefix_before_a_nan_token_can_be_shared(others: dict[str, object], tmp_path: Path) -> None:
+    """The block before the NaN token is computed in the same chunk; a row that shares it does not fail."""
     save(NATIVE["qwen3, wide"](), tmp_path)
     spoil_embedding(tmp_path, 99)
     runner = load(tmp_path, block_size=16, **others)
@@ -289,7 +289,7 @@ def test_infinite_logits_fail_their_row_alone(tmp_path: Path) -> None:
         (CopyKind.LOAD, (2,), (1,)),
     ],
 )
-def test_blocks_that_are_not_there_are_not_copied(
+def test_copies_of_missing_blocks_are_refused(
     copying: CopyKind, sources: tuple[int, ...], targets: tuple[int, ...], tmp_path: Path
 ) -> None:
     save(NATIVE["llama"](), tmp_path)
@@ -298,7 +298,7 @@ def test_blocks_that_are_not_there_are_not_copied(
         runner.copy(BlockCopies(copying, sources, targets))
 
 
-def test_batches_of_another_device_are_not_run(tmp_path: Path) -> None:
+def test_batches_of_another_device_are_refused(tmp_path: Path) -> None:
     save(NATIVE["llama"](), tmp_path)
     empty = np.zeros(0, np.int64)
     with pytest.raises(AssertionError, match="come from `prepare`"):

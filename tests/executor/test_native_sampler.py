@@ -1,4 +1,4 @@
-"""The native choice of tokens against the obvious one in numpy, in every form that this machine can run."""
+"""The native sampler against a plain one in numpy, in every form that this machine can run."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Ints = npt.NDArray[np.int64]
 
 
 NEAR = 1e-6
-"""Weights in float32 may move the end of what `top_p` keeps by so much of the whole."""
+"""Fraction of the total weight by which float32 weights may move the cut of `top_p`."""
 
 DISTANCE = 4e-5
-"""Between the logits of one token when it is decoded and when it is computed again with others."""
+"""Standard deviation between the logits of a token decoded and recomputed in another batch."""
 
 INFINITY = float("inf")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of one row."""
+    """Sampling options of one row."""
 
     temperature: float
     top_k: int = 0
@@ -42,7 +42,7 @@ class Options:
 
 
 def sampled(native: ctypes.CDLL, logits: Floats, options: list[Options]) -> list[int]:
-    """What the kernel chooses for the rows of logits."""
+    """Return the tokens that the kernel samples from rows of logits."""
     out = np.full(len(options), -7, np.int64)
     SampleKernel(native).sample(
         logits,
@@ -56,7 +56,7 @@ def sampled(native: ctypes.CDLL, logits: Floats, options: list[Options]) -> list
 
 
 def exact(logits: Floats, options: Options) -> int:
-    """All scores and a full sort, in double."""
+    """Sample with all scores and a full sort, in double precision."""
     order = np.argsort(-logits, kind="stable")[: options.top_k or None]
     with np.errstate(over="ignore"):  # to minus infinity, which has no weight
         differences = (logits[order].astype(np.float64) - np.float64(logits.max())) / options.temperature
@@ -69,14 +69,14 @@ def exact(logits: Floats, options: Options) -> int:
 
 
 def defensible(logits: Floats, options: Options) -> set[int]:
-    """The tokens that could be chosen if the end of what is kept moved by `NEAR`."""
+    """The tokens that may be sampled if the cut of `top_p` moves by `NEAR`."""
     top_p = options.top_p
     ends = {top_p, top_p - NEAR, min(1.0, top_p + NEAR)} if top_p < 1 else {top_p}
     return {exact(logits, replace(options, top_p=each)) for each in ends}
 
 
 def check(native: ctypes.CDLL, logits: Floats, options: list[Options]) -> int:
-    """Each row's choice is defensible; returns how many are not the most exact choice."""
+    """Check that each row's token is defensible; return how many differ from the exact one."""
     differing = 0
     for row, (token, each) in enumerate(zip(sampled(native, logits, options), options, strict=True)):
         best = exact(logits[row], each)
@@ -96,7 +96,7 @@ def random_options(random: np.random.Generator, n: int) -> Options:
 
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 100, 255, 257, 1000, 5003])
-def test_chooses_as_the_obvious_way_does(form: ctypes.CDLL, n: int) -> None:
+def test_samples_match_the_plain_sampler(form: ctypes.CDLL, n: int) -> None:
     random = np.random.default_rng(n)
     differing, rows = 0, 300
     logits = (random.standard_normal((rows, n)) * random.choice([0.1, 1, 3, 10], (rows, 1))).astype(np.float32)
@@ -106,7 +106,7 @@ def test_chooses_as_the_obvious_way_does(form: ctypes.CDLL, n: int) -> None:
     assert differing <= 1
 
 
-def test_a_vocabulary_of_a_real_model(form: ctypes.CDLL) -> None:
+def test_vocabulary_of_a_real_model(form: ctypes.CDLL) -> None:
     n, rows = 49152, 12
     random = np.random.default_rng(0)
     logits = (random.standard_normal((rows, n)) * random.choice([0.5, 2, 5], (rows, 1))).astype(np.float32)
@@ -123,7 +123,7 @@ def test_a_vocabulary_of_a_real_model(form: ctypes.CDLL) -> None:
 
 
 def hard_rows(n: int) -> dict[str, Floats]:
-    """Logits that are easily got wrong."""
+    """Logits at the limits of the algorithm."""
     random = np.random.default_rng(5)
     normal = random.standard_normal(n)
     rows = {
@@ -146,7 +146,7 @@ def hard_rows(n: int) -> dict[str, Floats]:
 
 @cache  # for all forms
 def hard_cases(n: int) -> list[tuple[str, Floats, list[Options], list[set[int]]]]:
-    """Hard rows with ways to choose from each, and what may be chosen."""
+    """Hard rows, each with options and the tokens that may be sampled."""
     settings = [
         Options(temperature, top_k, top_p, key(seed, n))
         for temperature in (1e-30, 1e-3, 1.0, 100.0, 1e30)
@@ -170,7 +170,7 @@ def test_hard_rows(form: ctypes.CDLL, n: int) -> None:
             assert row[token] > -INFINITY, (name, options)
 
 
-def test_neither_threads_nor_other_rows_change_a_choice(form: ctypes.CDLL) -> None:
+def test_neither_threads_nor_other_rows_change_a_sample(form: ctypes.CDLL) -> None:
     random = np.random.default_rng(2)
     logits = (3 * random.standard_normal((64, 1501))).astype(np.float32)
     options = [random_options(random, 1501) for _ in range(64)]
@@ -187,7 +187,7 @@ def test_neither_threads_nor_other_rows_change_a_choice(form: ctypes.CDLL) -> No
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (9, 1.0), (0, 0.8), (20, 0.9)])
-def test_frequencies_are_the_probabilities(form: ctypes.CDLL, top_k: int, top_p: float) -> None:
+def test_frequencies_match_the_probabilities(form: ctypes.CDLL, top_k: int, top_p: float) -> None:
     random = np.random.default_rng(4)
     n, rows = 40, 40_000
     logits = (1.3 * random.standard_normal(n)).astype(np.float32)
@@ -213,7 +213,7 @@ def test_frequencies_are_the_probabilities(form: ctypes.CDLL, top_k: int, top_p:
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (50, 1.0), (0, 0.9), (50, 0.9)])
-def test_nearly_the_same_logits_give_nearly_always_the_same_token(
+def test_similar_logits_give_nearly_always_the_same_token(
     native: ctypes.CDLL, top_k: int, top_p: float
 ) -> None:
     n, pairs, samples = 49152, 20, 400
@@ -240,7 +240,7 @@ def test_nearly_the_same_logits_give_nearly_always_the_same_token(
     assert inverse_flips > 20, "the distance is one that moves a walk through the sums"
 
 
-def test_rows_may_lie_apart_and_greedy_ones_stay(native: ctypes.CDLL) -> None:
+def test_strided_rows_are_sampled_and_greedy_rows_are_left(native: ctypes.CDLL) -> None:
     wide = np.full((3, 40), 50.0, np.float32)
     logits = wide[:, :30]
     logits[:] = -np.arange(30)
@@ -248,7 +248,7 @@ def test_rows_may_lie_apart_and_greedy_ones_stay(native: ctypes.CDLL) -> None:
     assert sampled(native, logits, [Options(0.0), Options(1e-3), Options(1.0, 5, 0.9)]) == [-7, 0, 3]
 
 
-def test_a_token_of_no_weight_is_never_chosen(form: ctypes.CDLL) -> None:
+def test_token_of_no_weight_is_never_sampled(form: ctypes.CDLL) -> None:
     n = 500
     logits = np.full((40, n), 20.0, np.float32)
     logits[:, 1::2] = np.nextafter(np.float32(20), np.float32(0))
@@ -257,13 +257,13 @@ def test_a_token_of_no_weight_is_never_chosen(form: ctypes.CDLL) -> None:
         assert all(token % 2 == 0 for token in tokens), (temperature, top_k, top_p)
 
 
-def test_nothing_to_choose_from(form: ctypes.CDLL) -> None:
+def test_rows_without_a_possible_token_give_minus_one(form: ctypes.CDLL) -> None:
     logits = np.full((3, 100), -INFINITY, np.float32)
     options = [Options(1.0), Options(1.0, 5), Options(1.0, 0, 0.5)]
     assert sampled(form, logits, options) == [-1, -1, -1]
 
 
-def test_arrays_that_do_not_fit_are_refused(native: ctypes.CDLL) -> None:
+def test_arrays_of_wrong_shape_are_refused(native: ctypes.CDLL) -> None:
     kernel = SampleKernel(native)
     logits, numbers, whole = np.zeros((2, 4), np.float32), np.ones(2), np.zeros(2, np.int64)
     chance = np.zeros(2, np.uint64)
@@ -279,7 +279,7 @@ def sampling_row(sampling: Sampling, position: int = 10, output_index: int = 3) 
     return SamplingRow(RequestId(1), 0, 0, position, output_index, sampling)
 
 
-def test_a_step_chooses_as_row_by_row_in_numpy(form: ctypes.CDLL) -> None:
+def test_step_samples_as_row_by_row_in_numpy(form: ctypes.CDLL) -> None:
     random = np.random.default_rng(3)
     n, rows = 997, 400
     logits = (3 * random.standard_normal((rows, n))).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Choosing tokens in numpy: the same token as the general path chooses, whatever the options."""
+"""Sampling in numpy: the same token as the general path samples, with any options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sampling_row(sampling: Sampling, position: int = 10, output_index: int = 3) 
 
 
 def both(logits: Floats, drawn: SamplingRow) -> tuple[int, int]:
-    """Ours, and the general path's."""
+    """The tokens of the numpy sampler and of the general path."""
     return choose(logits.copy(), drawn, (END,)), int(
         sample(torch.from_numpy(logits[None].copy()), [drawn], (END,)).item()
     )
@@ -55,7 +55,7 @@ def wishes(vocabulary: int) -> st.SearchStrategy[Sampling]:
 
 @pytest.mark.parametrize("vocabulary", [8, 50, FIRST_SORTED, FIRST_SORTED + 1, 3000])
 @pytest.mark.parametrize("spread", [0.01, 3.0, 1000.0])
-def test_the_token_is_the_one_that_the_general_path_chooses(vocabulary: int, spread: float) -> None:
+def test_token_matches_the_general_path(vocabulary: int, spread: float) -> None:
     @given(st.integers(0, 10**6), wishes(vocabulary), st.integers(0, 10**6))
     @settings(deadline=None, max_examples=60)
     def check(seed: int, sampling: Sampling, position: int) -> None:
@@ -67,8 +67,8 @@ def test_the_token_is_the_one_that_the_general_path_chooses(vocabulary: int, spr
 
 @pytest.mark.parametrize("top_k", [FIRST_SORTED - 1, FIRST_SORTED, FIRST_SORTED + 1, 2000, 4999, 5000])
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95, 1.0])
-def test_top_p_is_a_part_of_what_top_k_leaves(top_k: int, top_p: float) -> None:
-    """Where logits are nearly alike, the total of the `top_k` is far below that of all."""
+def test_top_p_is_a_fraction_of_the_tokens_top_k_keeps(top_k: int, top_p: float) -> None:
+    """With nearly equal logits, the total of the `top_k` is far below that of all."""
     logits = random_logits(top_k, 5000, 0.3)
     tokens = set()
     for seed in range(40):
@@ -78,7 +78,7 @@ def test_top_p_is_a_part_of_what_top_k_leaves(top_k: int, top_p: float) -> None:
     assert len(tokens) > 15
 
 
-def test_more_than_the_first_are_sorted_where_top_p_needs_them() -> None:
+def test_more_tokens_are_sorted_where_top_p_needs_them() -> None:
     logits = np.zeros(5000, np.float32)
     logits[::7] = 1e-3
     for top_p in (0.1, 0.2, 0.204, 0.205, 0.3, 0.9, 0.9999):
@@ -91,7 +91,7 @@ def test_more_than_the_first_are_sorted_where_top_p_needs_them() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [50, 5000])
-def test_equals_keep_the_order_of_the_vocabulary(vocabulary: int) -> None:
+def test_equal_logits_keep_the_order_of_the_vocabulary(vocabulary: int) -> None:
     logits = np.zeros(vocabulary, np.float32)
     for cut in ({"top_k": 3}, {"top_p": 2.5 / vocabulary}):
         chosen = {
@@ -125,14 +125,14 @@ def test_rule_stop_order_no_end_before_min_tokens() -> None:
 @pytest.mark.parametrize(
     "wish", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}, {"temperature": 1.0, "top_p": 0.5}]
 )
-def test_where_all_tokens_are_forbidden_there_is_none(wish: dict[str, float]) -> None:
+def test_all_tokens_forbidden_gives_minus_one(wish: dict[str, float]) -> None:
     sampling = Sampling(min_tokens=9, stop_token_ids=(0, 1, 2), **wish)  # type: ignore[arg-type]
     assert choose(np.zeros(3, np.float32), sampling_row(sampling), ()) == -1
     ends = sampling_row(Sampling(min_tokens=9, stop_token_ids=(0, 1, 2), ignore_eos=True, **wish))  # type: ignore[arg-type]
     assert both(np.zeros(3, np.float32), ends) == (-1, -1)
 
 
-def test_tokens_of_no_probability_are_never_chosen() -> None:
+def test_tokens_of_no_probability_are_never_sampled() -> None:
     logits = np.full(3000, -np.inf, np.float32)
     logits[[3, 2040]] = 0.0
     for seed in range(100):

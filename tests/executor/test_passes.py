@@ -1,4 +1,4 @@
-"""Passes over models of many makes, judged by the model as transformers has it."""
+"""Passes over models of many architectures, compared with the unchanged transformers model."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def llama(tmp_path: Path) -> PreTrainedModel:
 
 
 def others(model: PreTrainedModel) -> torch.Tensor:
-    """Logits of tokens that the passes were not judged by, and more of them."""
+    """Logits of other and more tokens than those the passes are verified with."""
     probe = Probe(model)
     probe._token_ids = torch.arange(3, 40)[None] * 11 % VOCABULARY
     probe._positions = torch.arange(37)[None]
@@ -88,7 +88,7 @@ def others(model: PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_passes_are_found_by_structure_and_change_no_result(family: str, tmp_path: Path) -> None:
+def test_passes_match_by_structure_and_change_no_result(family: str, tmp_path: Path) -> None:
     make, expected = FAMILIES[family]
     save(make(), tmp_path)
     model = opened(tmp_path)
@@ -96,21 +96,21 @@ def test_passes_are_found_by_structure_and_change_no_result(family: str, tmp_pat
     weights = sum(parameter.numel() for parameter in model.parameters())
     with structlog.testing.capture_logs() as entries:
         assert apply_passes(model, standard_passes()) == expected
-    assert entries == [], "nothing had to be undone"
+    assert entries == [], "no pass was undone"
     assert difference(others(model), judge) < 2e-6
     added = sum(parameter.numel() for parameter in model.parameters()) - weights
-    assert 0 <= added <= 256, "weights are there once, with zeros for biases that one of several layers lacks"
+    assert 0 <= added <= 256, "each weight exists once, with zeros for biases that one of several layers lacks"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2, some biases", "phi3, merged already"])
-def test_a_model_in_half_precision_is_judged_by_a_copy_that_is_not(family: str, tmp_path: Path) -> None:
+def test_half_precision_model_is_verified_on_a_float32_copy(family: str, tmp_path: Path) -> None:
     make, expected = FAMILIES[family]
     save(make(), tmp_path)
     model = opened(tmp_path, torch.bfloat16)
     judge = others(opened(tmp_path))
     before = difference(others(model), judge)
     assert apply_passes(model, standard_passes()) == expected
-    assert difference(others(model), judge) < 2 * before, "the passes add no error of their own"
+    assert difference(others(model), judge) < 2 * before, "the passes add no error"
 
 
 def test_native_kernels_give_the_same_norms(native: object, llama: PreTrainedModel) -> None:
@@ -120,7 +120,7 @@ def test_native_kernels_give_the_same_norms(native: object, llama: PreTrainedMod
     assert difference(others(llama), judge) < 2e-6
 
 
-def test_a_pass_that_changes_results_is_undone_by_name(llama: PreTrainedModel) -> None:
+def test_pass_that_changes_results_is_undone_by_name(llama: PreTrainedModel) -> None:
     judge = others(llama)
 
     def swap(model: PreTrainedModel, probe: Probe) -> ModuleReplacement | None:
@@ -131,14 +131,14 @@ def test_a_pass_that_changes_results_is_undone_by_name(llama: PreTrainedModel) -
 
     with structlog.testing.capture_logs() as entries:
         kept = apply_passes(llama, (Pass("swapped", swap), *standard_passes()))
-    assert kept == {MERGED: 4, FUSED: 5}, "what comes later finds the model as it was"
+    assert kept == {MERGED: 4, FUSED: 5}, "later passes find the model unchanged"
     (warning,) = entries
     assert (warning["event"], warning["name"], warning["log_level"]) == ("pass_undone", "swapped", "warning")
     assert "of the largest, over 0.0001" in warning["reason"]
     assert difference(others(llama), judge) < 2e-6
 
 
-def test_a_pass_that_does_not_run_is_undone(llama: PreTrainedModel) -> None:
+def test_pass_that_does_not_run_is_undone(llama: PreTrainedModel) -> None:
     judge = others(llama)
 
     def shrink(model: PreTrainedModel, probe: Probe) -> ModuleReplacement | None:
@@ -153,7 +153,7 @@ def test_a_pass_that_does_not_run_is_undone(llama: PreTrainedModel) -> None:
     assert not any(isinstance(module, MergedLinear | MergedLinearPart) for module in llama.modules())
 
 
-def test_a_subtle_error_is_seen_in_half_precision_too(tmp_path: Path) -> None:
+def test_subtle_error_is_detected_in_half_precision(tmp_path: Path) -> None:
     """An epsilon a hundred times too large hides in bfloat16's rounding, but not in the float32 copy."""
     save(transformers.LlamaConfig(**GROUPED), tmp_path)
     model = opened(tmp_path, torch.bfloat16)
@@ -171,7 +171,7 @@ def test_a_subtle_error_is_seen_in_half_precision_too(tmp_path: Path) -> None:
     assert not any(isinstance(module, FusedNorm) for module in model.modules())
 
 
-def test_without_memory_for_a_copy_the_model_judges_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_verified_itself_without_memory_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: PreTrainedModel) -> PreTrainedModel:
         raise torch.OutOfMemoryError("tried to allocate 5 GiB")
 
@@ -182,7 +182,7 @@ def test_without_memory_for_a_copy_the_model_judges_itself(tmp_path: Path, monke
     assert [(entry["event"], entry["log_level"]) for entry in entries] == [("passes_judged_coarsely", "warning")]
 
 
-def test_where_logits_are_no_numbers_nothing_can_be_judged(llama: PreTrainedModel) -> None:
+def test_passes_are_skipped_where_logits_are_not_finite(llama: PreTrainedModel) -> None:
     llama.get_input_embeddings().weight.fill_(torch.nan)
     with structlog.testing.capture_logs() as entries:
         assert apply_passes(llama, standard_passes()) == {}
@@ -190,7 +190,7 @@ def test_where_logits_are_no_numbers_nothing_can_be_judged(llama: PreTrainedMode
 
 
 class Plain(nn.Module):
-    """Stands in for a model: layers that are called as the test says."""
+    """A stand-in for a model: layers called by a given forward function."""
 
     def __init__(self, forward: Callable[[Plain, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def test_layers_that_share_a_weight_or_differ_in_type_are_not_merged() -> None:
 
 
 @torch.inference_mode()
-def test_parts_are_right_in_any_order_and_keep_nothing() -> None:
+def test_merged_parts_are_right_in_any_order_and_keep_no_input() -> None:
     linears = [nn.Linear(8, width) for width in (8, 4, 6)]
     merged = MergedLinear(linears)
     parts = [MergedLinearPart(merged, index) for index in range(3)]
@@ -256,7 +256,7 @@ def test_parts_are_right_in_any_order_and_keep_nothing() -> None:
 
 
 class Spelled(nn.Module):
-    """A norm as models spell it."""
+    """A norm in the usual spelling of models."""
 
     def __init__(self, weight: torch.Tensor, epsilon: float, *, offset: float = 0.0, centered: bool = False) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ WEIGHT = torch.linspace(-1.5, 2.0, 40)
 
 @pytest.mark.parametrize("epsilon", [1e-3, 1e-5, 1e-6, 1e-8, 1e-12])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_a_norm_is_known_by_its_numbers(epsilon: float, offset: float) -> None:
+def test_norm_is_recognized_by_its_results(epsilon: float, offset: float) -> None:
     norm = recognize(Spelled(WEIGHT, epsilon, offset=offset))
     assert norm is not None
     assert norm.epsilon == epsilon
@@ -284,7 +284,7 @@ def test_a_norm_is_known_by_its_numbers(epsilon: float, offset: float) -> None:
     torch.testing.assert_close(norm.scale, WEIGHT + offset)
 
 
-def test_an_epsilon_that_no_attribute_tells_is_measured() -> None:
+def test_epsilon_without_an_attribute_is_measured() -> None:
     module = Spelled(WEIGHT, 1e-5)
     module.eps = torch.tensor(3e-5)  # type: ignore[assignment]
     norm = recognize(module)
@@ -303,17 +303,17 @@ def test_an_epsilon_that_no_attribute_tells_is_measured() -> None:
     ],
     ids=["centered", "another offset", "nothing", "layer norm", "no norm"],
 )
-def test_what_is_no_such_norm_is_left_alone(module: nn.Module) -> None:
+def test_other_modules_are_not_recognized_as_norms(module: nn.Module) -> None:
     assert recognize(module) is None
 
 
-def test_a_weight_of_zeros_may_be_an_offset_from_one() -> None:
+def test_zero_weight_may_be_an_offset_from_one() -> None:
     norm = recognize(Spelled(torch.zeros(40), 1e-5, offset=1.0))
     assert norm is not None and norm.is_offset
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fused_norm_keeps_to_its_row(dtype: torch.dtype) -> None:
+def test_fused_norm_keeps_nan_in_its_row(dtype: torch.dtype) -> None:
     norm = recognize(Spelled(WEIGHT, 1e-5, offset=1.0))
     assert norm is not None
     fused = FusedNorm(norm, dtype, None)
@@ -325,7 +325,7 @@ def test_a_fused_norm_keeps_to_its_row(dtype: torch.dtype) -> None:
     torch.testing.assert_close(y[[0, 2]], expected[[0, 2]])
 
 
-def test_a_small_twin_has_one_layer_of_each_kind_and_leaves_the_model_alone(tmp_path: Path) -> None:
+def test_small_copy_has_one_layer_of_each_kind_and_leaves_the_model_unchanged(tmp_path: Path) -> None:
     config = transformers.Qwen3MoeConfig(
         **{**GROUPED, "num_hidden_layers": 5},
         head_dim=16,

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits, against the obvious way to do it: one row at a time, in plain Python."""
+"""Sampling tokens from logits, against a plain implementation: one row at a time, in plain Python."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sampling_row(sampling: Sampling, position: int = 10, output_index: int = 3) 
 
 
 def obvious_noise(seed: int, position: int, token: int) -> float:
-    """In whole numbers of Python, and with the functions of its `math`."""
+    """The noise in Python integers, with the functions of `math`."""
 
     def mixed(x: int) -> int:
         x = (x ^ x >> 16) * 0x7FEB352D % 2**32
@@ -76,7 +76,7 @@ def options() -> st.SearchStrategy[Sampling]:
 
 @given(st.integers(0, 10**6), options(), st.integers(0, 10**6))
 @settings(deadline=None)
-def test_the_token_is_the_one_that_the_obvious_way_gives(seed: int, sampling: Sampling, position: int) -> None:
+def test_token_matches_the_plain_implementation(seed: int, sampling: Sampling, position: int) -> None:
     logits = random_logits(1, seed)
     wanted = obvious(logits[0].tolist(), sampling, position)
     assert sample(logits, [sampling_row(sampling, position)], ()).tolist() == [wanted]
@@ -84,7 +84,7 @@ def test_the_token_is_the_one_that_the_obvious_way_gives(seed: int, sampling: Sa
 
 @given(st.integers(0, 10**6), st.lists(options() | st.just(Sampling()), min_size=2, max_size=8))
 @settings(deadline=None)
-def test_a_row_alone_is_the_row_in_any_batch(seed: int, wishes: list[Sampling]) -> None:
+def test_row_alone_matches_the_row_in_any_batch(seed: int, wishes: list[Sampling]) -> None:
     logits = random_logits(len(wishes), seed)
     sampling_rows = [sampling_row(sampling, position=row) for row, sampling in enumerate(wishes)]
     together = sample(logits.clone(), sampling_rows, (7,)).tolist()
@@ -100,14 +100,14 @@ def test_greedy_takes_the_best_and_of_equals_the_first() -> None:
 
 
 def test_equal_logits_under_filters_keep_the_order_of_the_vocabulary() -> None:
-    """So that what `top_k` keeps among equals does not depend on the sort of a device."""
+    """The tokens that `top_k` keeps among equals must not depend on the sort of a device."""
     wishes = [Sampling(temperature=1.0, top_k=3, seed=seed) for seed in range(64)]
     tokens = sample(torch.zeros(64, VOCABULARY), [sampling_row(wish) for wish in wishes], ()).tolist()
     assert set(tokens) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-9}, {"top_p": 1e-300}, {"temperature": 1e-6}])
-def test_the_tightest_cuts_are_greedy(cut: dict[str, float]) -> None:
+def test_tightest_cuts_are_greedy(cut: dict[str, float]) -> None:
     logits = random_logits(100, 1)
     wishes = [Sampling(**{"temperature": 1.0, **cut}, seed=seed) for seed in range(100)]  # type: ignore[arg-type]
     assert torch.equal(sample(logits.clone(), [sampling_row(wish) for wish in wishes], ()), logits.argmax(-1))
@@ -136,7 +136,7 @@ def test_only_seed_and_position_decide() -> None:
     assert len({token(seed, 5) for seed in range(40)}) > 15
 
 
-def test_tokens_come_as_often_as_they_are_probable() -> None:
+def test_frequencies_match_the_probabilities() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
     count = 20_000
     probabilities = (logits.double() / 0.8).softmax(-1)
@@ -163,7 +163,7 @@ def test_rule_stop_order_no_end_before_min_tokens() -> None:
     assert len(hot) > 10
 
 
-def test_what_is_forbidden_to_one_row_is_not_to_another() -> None:
+def test_tokens_forbidden_to_a_row_are_allowed_to_others() -> None:
     logits = torch.zeros(2, VOCABULARY)
     logits[:, 7] = 3.0
     logits[:, 8] = 2.0
@@ -174,7 +174,7 @@ def test_what_is_forbidden_to_one_row_is_not_to_another() -> None:
     "sampling", [Sampling(), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, top_k=5)]
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_rule_errors_stay_alone_a_row_that_is_not_finite_fails_alone(sampling: Sampling, value: float) -> None:
+def test_rule_errors_stay_alone_non_finite_row_fails_alone(sampling: Sampling, value: float) -> None:
     logits = random_logits(3, 4)
     logits[1] = value
     wanted = sample(logits[[0, 2]].clone(), [sampling_row(sampling)] * 2, ()).tolist()
@@ -184,14 +184,14 @@ def test_rule_errors_stay_alone_a_row_that_is_not_finite_fails_alone(sampling: S
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_one_bad_number_is_enough_to_fail_a_row(value: float) -> None:
+def test_one_non_finite_logit_fails_a_row(value: float) -> None:
     logits = random_logits(1, 5)
     logits[0, 30] = value
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, top_p=0.5, seed=1)):
         assert sample(logits.clone(), [sampling_row(sampling)], ()).tolist() == [-1]
 
 
-def test_tokens_of_no_probability_are_never_chosen() -> None:
+def test_tokens_of_no_probability_are_never_sampled() -> None:
     logits = torch.full((300, VOCABULARY), -math.inf)
     logits[:, [3, 40]] = 0.0
     wishes = [Sampling(temperature=1.0, top_p=(1.0, 0.99)[seed % 2], seed=seed) for seed in range(300)]
@@ -210,17 +210,17 @@ def numbers(seeds: list[int], positions: list[int], tokens: list[int]) -> list[f
     return [float(bits(key(seed, position), np.array([token]))[0]) * 2.0**-32 for seed, position, token in each]
 
 
-def test_bits_are_even_in_positions_in_seeds_and_in_tokens() -> None:
+def test_bits_are_uniform_in_positions_seeds_and_tokens() -> None:
     same, counted = [1] * 10_000, list(range(10_000))
     for drawn in (numbers(same, counted, same), numbers(counted, same, same), numbers(same, same, counted)):
         assert abs(sum(drawn) / 10_000 - 0.5) < 0.01
         bins = Counter(int(number * 100) for number in drawn)
         assert sum((bins[i] - 100) ** 2 / 100 for i in range(100)) < 150, "beyond the 99.9th percentile"
         lagged = sum((a - 0.5) * (b - 0.5) for a, b in pairwise(drawn)) / 10_000
-        assert abs(lagged) < 0.004, "neighbours are not alike"
+        assert abs(lagged) < 0.004, "adjacent numbers do not correlate"
 
 
-def test_the_same_token_in_neighbouring_rows_has_other_noise() -> None:
+def test_noise_of_a_token_differs_between_rows() -> None:
     tokens = np.arange(1000)
     rows = np.array([noise(key(seed, position), tokens) for seed in range(10) for position in range(10)])
     alike = np.corrcoef(rows)[~np.eye(100, dtype=bool)]
@@ -239,8 +239,8 @@ def test_noise_is_finite_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(noise(0, np.arange(2)), [33 * math.log(2), -math.log(33 * math.log(2))])
 
 
-def test_noise_is_what_it_was() -> None:
-    """A seed given today must give the same text after an update."""
+def test_noise_is_stable_across_versions() -> None:
+    """A seed must give the same text after an update."""
     assert [key(0, 0), key(1, 2), key(2**64 - 1, 10**9)] == [
         5197578548964807871,
         17405687883870564846,
@@ -250,26 +250,26 @@ def test_noise_is_what_it_was() -> None:
 
 
 @given(SEEDS, st.integers(0, 10**9))
-def test_a_key_is_a_function_of_seed_and_position(seed: int, position: int) -> None:
+def test_key_is_a_function_of_seed_and_position(seed: int, position: int) -> None:
     assert key(seed, position) == key(seed, position)
     assert key(seed, position) != key(seed, position + 1)
     assert key(seed, position) != key((seed + 1) % 2**64, position)
 
 
 @given(st.lists(st.tuples(SEEDS, st.integers(0, 10**9)), min_size=1, max_size=20))
-def test_keys_are_the_key_of_each(pairs: list[tuple[int, int]]) -> None:
+def test_keys_match_the_key_of_each_row(pairs: list[tuple[int, int]]) -> None:
     seeds, positions = zip(*pairs, strict=True)
     assert keys(seeds, positions).tolist() == [key(*pair) for pair in pairs]
 
 
 @given(SEEDS, st.integers(0, 10**9), st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20))
-def test_noise_is_the_obvious_one(seed: int, position: int, tokens: list[int]) -> None:
+def test_noise_matches_the_plain_implementation(seed: int, position: int, tokens: list[int]) -> None:
     obvious_ones = [obvious_noise(seed, position, token) for token in tokens]
     np.testing.assert_allclose(noise(key(seed, position), np.array(tokens)), obvious_ones, rtol=1e-13, atol=1e-13)
 
 
 def mixed(count: int, seed: int) -> list[SamplingRow]:
-    """Rows of every kind beside each other."""
+    """Rows with options of every kind."""
     chance = random.Random(seed)
     wishes = [
         Sampling(
@@ -289,10 +289,10 @@ def mixed(count: int, seed: int) -> list[SamplingRow]:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("at_once", [1, 10_000, 1 << 22])
 @pytest.mark.parametrize("rounded", [False, True])
-def test_every_mixture_is_what_the_plain_sampler_says(
+def test_mixed_rows_match_the_plain_sampler(
     rounded: bool, at_once: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in pieces, and where most logits have equals."""
+    """Also in parts, and where most logits have equals."""
     monkeypatch.setattr(sampling_module, "ELEMENTS_MAX", at_once)
     logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(seed)) * 3
     logits = (logits * 4).round() / 4 if rounded else logits
@@ -305,27 +305,27 @@ def test_every_mixture_is_what_the_plain_sampler_says(
 
 
 class Operations(TorchDispatchMode):
-    """What torch is asked to do, and whether anybody waits for it."""
+    """Record the names of torch's operations; fail where the host waits for a device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # as torch's
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # as in torch
         assert not waits(function, args), f"the host waits for {function}"
         self.names.append(function.overloadpacket.__name__)
         return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("size", [1, 40])
-def test_nobody_waits_while_tokens_are_chosen(size: int) -> None:
+def test_sampling_never_waits_for_the_device(size: int) -> None:
     sampling_rows = mixed(size, 3)
     with Operations() as seen:
         sample(torch.randn(size, 3000), sampling_rows, (7, 8))
     assert seen.names
 
 
-def test_only_what_is_asked_for_is_computed() -> None:
+def test_only_needed_operations_run() -> None:
     def operations(*wishes: Sampling) -> set[str]:
         with Operations() as seen:
             sample(torch.randn(len(wishes), 3000), [sampling_row(wish) for wish in wishes], ())
@@ -342,7 +342,7 @@ def test_only_what_is_asked_for_is_computed() -> None:
 
 
 class Made(TorchDispatchMode):
-    """Bytes of all that is made, as if nothing were ever given back."""
+    """The bytes of all tensors made, as if none were freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ class Made(TorchDispatchMode):
     def bytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # as torch's
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # as in torch
         result = function(*args, **(kwargs or {}))
         for each in tree_flatten(result)[0]:
             if isinstance(each, torch.Tensor):
@@ -360,10 +360,10 @@ class Made(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": TOP_K_PICKED_MAX, "top_p": 0.9}])
-def test_the_memory_that_is_said_to_be_needed_is_enough(options: dict[str, float]) -> None:
+def test_peak_bytes_bounds_the_memory_of_sampling(options: dict[str, float]) -> None:
     rows, vocabulary = 8, 20_000
     wish = Sampling(temperature=1.0, **options)  # type: ignore[arg-type]  # by name
     with Made() as made:
         sample(torch.randn(rows, vocabulary), [sampling_row(wish)] * rows, ())
     assert 0.2 * peak_bytes(rows, vocabulary) < made.bytes() - 4 * rows * vocabulary < peak_bytes(rows, vocabulary)
-    assert peak_bytes(100_000, vocabulary) == peak_bytes(10_000, vocabulary), "more rows are treated in pieces"
+    assert peak_bytes(100_000, vocabulary) == peak_bytes(10_000, vocabulary), "more rows are sampled in parts"

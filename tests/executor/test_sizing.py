@@ -1,4 +1,4 @@
-"""The pool's size from what steps take, with memory that tells what the test wants."""
+"""The pool's size from the memory that steps take, with a fake device memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PHASES = set(phase_facts([(name, 0.0) for name in NAMES]))
 
 @dataclass
 class FakeMemory:
-    """A device of which others have `others` bytes and this process's tensors `weights`; `uses` are what works take."""
+    """Device memory with `others` bytes of other processes and `weights` bytes of tensors; each work takes a `use`."""
 
     size: int
     others: int = 0
@@ -62,7 +62,7 @@ class FakeMemory:
 
     def peak(self) -> int:
         self.calls.append("peak")
-        self.reserve = use = self.uses.pop(0)  # an allocator keeps what it was given back
+        self.reserve = use = self.uses.pop(0)  # an allocator keeps freed memory
         return self.weights + use
 
     def begin(self) -> None:
@@ -74,14 +74,14 @@ def works(memory: FakeMemory, *names: str) -> list[Callable[[], None]]:
     return [lambda name=name: memory.calls.append(name) for name in names]  # type: ignore[misc]
 
 
-def test_the_pool_takes_what_weights_steps_and_graphs_leave_over() -> None:
+def test_pool_takes_the_memory_left_by_weights_steps_and_graphs() -> None:
     memory = FakeMemory(100 * GIB, others=3 * GIB, weights=16 * GIB, reserve=9 * GIB, uses=[5 * GIB, 2 * GIB])
     step, decode = works(memory, "step", "decode")
     budget = measure_memory(memory, 0.9, step, sampling=GIB, decode=decode, graph_count=10)
     graphs = 2 * GIB + 10 * GRAPH_BYTES
     assert budget == MemoryBudget(100 * GIB, 0.9, used=19 * GIB, weights=16 * GIB, step=5 * GIB, graphs=graphs)
     assert budget.pool == 90 * GIB - 19 * GIB - 5 * GIB - graphs
-    # The peak is of the work alone, and what the allocator kept of it is given back before memory is looked at.
+    # The peak is that of the work alone, and freed memory is returned before it is measured.
     assert memory.calls == ["begin", "step", "peak", "begin", "decode", "peak", "begin"]
 
 
@@ -92,7 +92,7 @@ def test_sampling_counts_where_it_takes_more_than_the_forward_pass() -> None:
     assert (budget.step, budget.graphs, budget.pool) == (30, 0, 60)
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
+def test_model_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
     budget = MemoryBudget(24 * GIB, 0.5, used=10 * GIB, weights=9 * GIB, step=GIB, graphs=GIB)
     assert budget.pool == 0
     with pytest.raises(CannotLoad) as raised:
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
     assert count_blocks(options(tmp_path), 1 << 20, roomy) == 1024
 
 
-def test_a_step_that_finds_no_memory_is_refused_with_the_numbers() -> None:
+def test_step_out_of_memory_is_refused_with_the_numbers() -> None:
     def step() -> None:
         raise torch.OutOfMemoryError("tried to allocate 7 GiB")
 
@@ -115,7 +115,7 @@ def test_a_step_that_finds_no_memory_is_refused_with_the_numbers() -> None:
         measure_memory(memory, 0.9, step, sampling=0, decode=None, graph_count=0)
 
 
-def test_bytes_for_people() -> None:
+def test_gib_formats_bytes() -> None:
     assert [gib(0), gib(3 << 20), gib(10 << 20), gib(5 * GIB)] == ["0.00 MiB", "3.00 MiB", "0.01 GiB", "5.00 GiB"]
 
 
@@ -125,7 +125,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_model_is_loaded_with_a_pool_of_what_its_largest_step_leaves_over(
+def test_model_is_loaded_with_a_pool_of_the_memory_left_by_its_largest_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[list[int]] = []
@@ -156,13 +156,13 @@ def test_sampling_of_every_request_at_once_is_counted(folder: Path) -> None:
     assert loaded.pool.block_count == ((63 << 20) - sampling) // BLOCK_BYTES
 
 
-def test_an_endless_token_budget_is_no_endless_step(folder: Path) -> None:
+def test_huge_token_budget_gives_a_bounded_step(folder: Path) -> None:
     memory = FakeMemory(64 << 20, uses=[0])
     asked = options(folder, block_count=None, token_budget=1 << 62, running_max=2)
     assert load(asked, lambda _: memory).pool.block_count > 0
 
 
-def test_a_model_that_does_not_fit_is_refused(folder: Path) -> None:
+def test_model_that_does_not_fit_is_refused(folder: Path) -> None:
     with pytest.raises(CannotLoad, match=r"does not fit: its weights take 0\.\d+ MiB, and cpu has 0.01 MiB free"):
         load(options(folder), lambda _: FakeMemory(10 << 10))
     memory = FakeMemory(64 << 20, uses=[60 << 20])
@@ -170,7 +170,7 @@ def test_a_model_that_does_not_fit_is_refused(folder: Path) -> None:
         load(options(folder, block_count=None), lambda _: memory)
 
 
-def test_memory_that_ends_anywhere_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_at_any_point_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 5 GiB")
 
@@ -180,7 +180,7 @@ def test_memory_that_ends_anywhere_is_told(folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("asked", [{"block_count": 7}, {"block_count": None, "kv_cache_bytes": 7 * BLOCK_BYTES}])
-def test_a_size_that_is_asked_for_needs_no_measuring(folder: Path, asked: dict[str, object]) -> None:
+def test_given_size_is_not_measured(folder: Path, asked: dict[str, object]) -> None:
     memory = FakeMemory(1 << 40)
     assert load(options(folder, **asked), lambda _: memory).pool.block_count == 7
     assert memory.calls == []
@@ -195,7 +195,7 @@ def test_phases_are_timed_one_by_one(folder: Path) -> None:
     assert facts["passes"]["merged_linears"] == 4
 
 
-def test_the_hosts_free_memory_is_what_the_system_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_host_memory_is_that_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = memory_of(torch.device("cpu"))
     assert isinstance(memory, SystemMemory) and not memory.is_measured
     assert 0 < memory.free() <= memory.total()
@@ -207,7 +207,7 @@ def test_the_hosts_free_memory_is_what_the_system_says(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("fraction", [0, -0.1, 1.01, float("nan"), "0.9", True, None])
-def test_a_fraction_that_is_none_is_refused(fraction: object) -> None:
+def test_invalid_fraction_is_refused(fraction: object) -> None:
     with pytest.raises(ConfigError, match="memory_fraction must be a number above 0, at most 1"):
         EngineConfig(memory_fraction=fraction)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""The intake actor, driven message by message with lists for addresses and a worker that waits to be run."""
+"""The intake actor, driven message by message with recorders for addresses and a worker run on demand."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LONG = "x" * (INLINE_CHARS_MAX + 1)
 
 
 class Encoder:
-    """One token a character; some prompts are trouble."""
+    """A tokenizer with one token a character, which raises or refuses some prompts."""
 
     def __init__(self) -> None:
         self.limits: list[int] = []
@@ -67,7 +67,7 @@ class Encoder:
 
 @dataclass
 class Worker:
-    """Keeps its work until it is told to run."""
+    """Keeps its work until `run()`."""
 
     post: Callable[[IntakeInbox], None]
     jobs: list[Callable[[], IntakeInbox]] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Surroundings:
 
 
 class Stage:
-    """An intake with its neighbours, serving unless told otherwise."""
+    """An intake with recorders for its peers, serving unless `token_capacity` is 0."""
 
     def __init__(self, *, token_capacity: int = 500, limits: AdmissionLimits = LIMITS, seed: int = 1) -> None:
         self.surroundings = Surroundings(seed)
@@ -158,7 +158,7 @@ def refusal_of(client: Recorder[object]) -> Refusal:
     return rejected.refusal
 
 
-def test_a_request_is_accepted_then_opened_then_admitted(stage: Stage) -> None:
+def test_request_is_accepted_then_opened_then_admitted(stage: Stage) -> None:
     sampling = Sampling(stop=("a", "b"), min_tokens=2, seed=9)
     client = stage.submit(1, "hey", sampling)
     assert client.take() == [Accepted(RequestId(1), 3)]
@@ -172,7 +172,7 @@ def test_a_request_is_accepted_then_opened_then_admitted(stage: Stage) -> None:
     assert stage.detokenizer.take() == client.take() == []
 
 
-def test_token_ids_are_taken_as_they_are(stage: Stage) -> None:
+def test_token_ids_are_taken_unchanged(stage: Stage) -> None:
     stage.submit(1, (5, 6))
     stage.opened(1)
     (admit,) = stage.scheduler.take()
@@ -189,9 +189,9 @@ def test_long_text_is_tokenized_by_the_worker(stage: Stage) -> None:
     assert stage.encoder.limits == [500, 500], "the smaller of context and pool"
 
 
-def test_the_observer_hears_when_requests_are_served() -> None:
+def test_observer_is_sent_ready_when_requests_are_served() -> None:
     stage = Stage(token_capacity=0)
-    assert stage.submit(1).take() == [], "it will be sent again"
+    assert stage.submit(1).take() == [], "its client sends it again"
     for token_capacity in (64, 32):
         stage.actor.handle(CapacityChanged(token_capacity))
     assert stage.observer.take() == [Ready(64)]
@@ -200,7 +200,7 @@ def test_the_observer_hears_when_requests_are_served() -> None:
     assert isinstance(rejected, Rejected), "another executor may have less room"
 
 
-def test_the_queue_limit_counts_every_live_request(stage: Stage) -> None:
+def test_queue_limit_counts_every_live_request(stage: Stage) -> None:
     stage.submit(1, LONG)
     stage.submit(2)
     stage.submit(3)
@@ -216,8 +216,8 @@ def retry_after(stage: Stage, request_id: int) -> float | None:
     return rejected.retry_after_seconds
 
 
-def test_a_full_queue_says_when_to_come_back_once_anybody_can_tell(stage: Stage) -> None:
-    """A request has been leaving every two seconds, so there is room for one more in two."""
+def test_full_queue_has_a_retry_time_once_requests_have_finished(stage: Stage) -> None:
+    """A request finishes every two seconds, so there is room for one more in two."""
     for request_id in range(3):
         stage.submit(request_id)
         stage.opened(request_id)
@@ -230,7 +230,7 @@ def test_a_full_queue_says_when_to_come_back_once_anybody_can_tell(stage: Stage)
         assert retry_after(stage, 101 + request_id) == (pytest.approx(2.0) if request_id else None)
 
 
-def test_service_goes_on_to_the_scheduler_with_the_moment_of_submission(stage: Stage) -> None:
+def test_service_reaches_the_scheduler_with_the_time_of_submission(stage: Stage) -> None:
     stage.surroundings.clock.seconds = 7.0
     service = Service("a", 3, 1.5, 20.0)
     stage.submit(1, LONG, service=service)
@@ -242,7 +242,7 @@ def test_service_goes_on_to_the_scheduler_with_the_moment_of_submission(stage: S
     assert (admit.service, admit.submitted_at) == (service, 7.0), "tokenizing counts against a deadline"
 
 
-def test_tenants_may_change_while_requests_of_theirs_are_live() -> None:
+def test_tenants_are_replaced_while_their_requests_live() -> None:
     stage = Stage(limits=replace(LIMITS, tenants=("a", "b")))
     assert refusal_of(stage.submit(1)) is Refusal.UNKNOWN_TENANT
     stage.submit(2, LONG, service=Service("b"))
@@ -250,7 +250,7 @@ def test_tenants_may_change_while_requests_of_theirs_are_live() -> None:
     assert refusal_of(stage.submit(3, service=Service("b"))) is Refusal.UNKNOWN_TENANT
     stage.tokenize()
     stage.opened(2)
-    assert len(stage.scheduler.take()) == 1, "nobody who was accepted is dropped"
+    assert len(stage.scheduler.take()) == 1, "accepted requests are kept"
     stage.actor.handle(SetTenants(None))
     assert stage.submit(4, service=Service("anybody")).take() == [Accepted(RequestId(4), 2)]
 
@@ -276,7 +276,7 @@ def test_refused_requests_do_not_count(stage: Stage) -> None:
         ("hi", Sampling(stop_token_ids=(128,)), Refusal.TOKEN_OUT_OF_RANGE),
     ],
 )
-def test_refusals(stage: Stage, prompt: Prompt, sampling: Sampling, refusal: Refusal) -> None:
+def test_invalid_requests_are_refused(stage: Stage, prompt: Prompt, sampling: Sampling, refusal: Refusal) -> None:
     assert refusal_of(stage.submit(1, prompt, sampling)) is refusal
     assert stage.detokenizer.take() == stage.scheduler.take() == []
 
@@ -291,7 +291,7 @@ def test_refusals(stage: Stage, prompt: Prompt, sampling: Sampling, refusal: Ref
         (500, 1000, "the model's context holds 1000"),
     ],
 )
-def test_rule_reject_impossible_what_can_never_fit_is_refused(
+def test_rule_reject_impossible_requests_that_never_fit_are_refused(
     token_capacity: int, length: int, words: str | None
 ) -> None:
     stage = Stage(token_capacity=token_capacity)
@@ -304,10 +304,10 @@ def test_rule_reject_impossible_what_can_never_fit_is_refused(
         assert words in answer.reason
 
 
-def test_far_too_many_ids_are_refused_before_they_are_looked_at() -> None:
+def test_far_too_many_token_ids_are_refused_before_validation() -> None:
     class Untouched(tuple):  # type: ignore[type-arg]
         def __iter__(self) -> Iterator[object]:
-            raise AssertionError("the ids are looked at")
+            raise AssertionError("the ids were read")
 
     (answer,) = Stage().submit(1, Untouched((1,) * 1000)).take()
     assert isinstance(answer, Rejected)
@@ -322,14 +322,14 @@ def admitted(stage: Stage, request_id: int, sampling: Sampling) -> Sampling:
     return admit.sampling
 
 
-def test_a_seed_is_drawn_where_there_is_none() -> None:
+def test_missing_seed_is_drawn() -> None:
     seeds = {seed: [admitted(Stage(seed=seed), 1, Sampling()).seed for _ in range(2)] for seed in (1, 2)}
     assert seeds[1][0] == seeds[1][1] == random.Random(1).getrandbits(64)
     assert seeds[1] != seeds[2]
     assert admitted(Stage(), 1, Sampling(seed=0)).seed == 0
 
 
-def test_numbers_without_bound_are_brought_to_what_they_mean(stage: Stage) -> None:
+def test_unbounded_numbers_are_clamped(stage: Stage) -> None:
     sampling = admitted(stage, 1, Sampling(max_tokens=2**62, min_tokens=2**61, top_k=128, seed=3))
     assert sampling == Sampling(max_tokens=500, min_tokens=500, top_k=0, seed=3)
     assert admitted(stage, 2, Sampling(top_k=127)).top_k == 127
@@ -346,7 +346,7 @@ def test_rule_abort_anywhere_cancel_while_tokenizing(stage: Stage) -> None:
     assert stage.scheduler.take() == []
 
 
-def test_rule_abort_anywhere_cancel_while_tokenizing_what_is_then_refused(stage: Stage) -> None:
+def test_rule_abort_anywhere_cancel_while_tokenizing_a_refused_prompt(stage: Stage) -> None:
     client = stage.submit(1, "broken" + LONG)
     stage.cancel(1)
     stage.tokenize()
@@ -382,13 +382,13 @@ def test_rule_abort_anywhere_cancel_when_admitted_aborts_once_and_keeps_the_plac
     assert stage.submit(4).take() == [Accepted(RequestId(4), 2)]
 
 
-def test_rule_abort_anywhere_cancelling_what_is_unknown_is_left_to_the_scheduler(stage: Stage) -> None:
-    """It may have the request from an intake before; one that is over it ignores."""
+def test_rule_abort_anywhere_cancel_of_an_unknown_request_is_sent_to_the_scheduler(stage: Stage) -> None:
+    """The scheduler may have the request from an earlier intake, and ignores ended ones."""
     stage.cancel(9)
     assert stage.scheduler.take() == [Abort(RequestId(9))]
 
 
-def test_everything_may_be_said_twice(stage: Stage) -> None:
+def test_repeated_messages_are_ignored(stage: Stage) -> None:
     stage.submit(1)
     assert stage.submit(1).take() == []
     stage.opened(1)
@@ -399,21 +399,21 @@ def test_everything_may_be_said_twice(stage: Stage) -> None:
     assert len(stage.detokenizer.take()) == len(stage.scheduler.take()) == 1
 
 
-def test_a_new_one_asks_what_there_is_and_begins_with_nothing() -> None:
+def test_new_intake_requests_the_state_and_starts_empty() -> None:
     stage = Stage(token_capacity=0)
     stage.actor.started()
     assert stage.scheduler.take() == [IntakeStarted()]
     assert stage.detokenizer.take() == [IntakeStarted()]
     stage.actor.handle(ResendComplete())
-    assert stage.detokenizer.take() == [], "that was said to one before"
+    assert stage.detokenizer.take() == [], "sent to an earlier intake"
     stage.actor.handle(CapacityChanged(500))
     stage.actor.handle(ResendComplete())
     assert stage.detokenizer.take() == [RetainStreams(())]
     stage.opened(8)
-    assert stage.detokenizer.take() == [DropStream(RequestId(8))], "its client sends it again, if there is one"
+    assert stage.detokenizer.take() == [DropStream(RequestId(8))], "its client sends it again, if it still exists"
 
 
-def test_what_was_accepted_before_is_not_refused_for_want_of_room() -> None:
+def test_requests_accepted_before_are_not_refused() -> None:
     stage = Stage(token_capacity=20, limits=replace(LIMITS, queue_limit=1, tenants=("a",)))
     stage.submit(1, service=Service("a"), is_accepted=True)
     (accepted,) = stage.submit(2, (1,) * 30, is_accepted=True, service=Service("b"), output=(5, 6)).take()
@@ -422,12 +422,12 @@ def test_what_was_accepted_before_is_not_refused_for_want_of_room() -> None:
     stage.opened(2)
     (admit,) = stage.scheduler.take()
     assert isinstance(admit, Admit)
-    assert (admit.output, admit.token_limit) == ((5, 6), 31), "the scheduler sees that it does not fit"
+    assert (admit.output, admit.token_limit) == ((5, 6), 31), "the scheduler ends a request that does not fit"
     assert refusal_of(stage.submit(3, service=Service("a"))) is Refusal.QUEUE_FULL
 
 
 def in_each_stage(stage: Stage) -> tuple[Open, Open, Open]:
-    """Request 1 is encoded, 2 opened, 3 admitted, 4 closed; the last three's openings."""
+    """Leave request 1 encoded, 2 opened, 3 admitted and 4 closed; return the `Open` messages of the last three."""
     stage.submit(1, LONG)
     for request_id in (2, 3, 4):
         stage.submit(request_id)
@@ -438,7 +438,7 @@ def in_each_stage(stage: Stage) -> tuple[Open, Open, Open]:
     return two, three, four
 
 
-def test_a_new_detokenizer_is_told_every_stream_again() -> None:
+def test_new_detokenizer_is_sent_every_stream_again() -> None:
     stage = Stage(limits=replace(LIMITS, queue_limit=4))
     two, three, four = in_each_stage(stage)
     stage.actor.handle(DetokenizerStarted(life=77))
@@ -452,7 +452,7 @@ def test_a_new_detokenizer_is_told_every_stream_again() -> None:
     assert stage.actor.request_count == 1
 
 
-def test_a_new_scheduler_is_told_what_was_admitted_with_the_streams_histories() -> None:
+def test_new_scheduler_is_sent_admitted_requests_with_their_histories() -> None:
     stage = Stage(limits=replace(LIMITS, queue_limit=5))
     in_each_stage(stage)
     (admit,) = stage.scheduler.take()
@@ -460,7 +460,7 @@ def test_a_new_scheduler_is_told_what_was_admitted_with_the_streams_histories() 
     stage.actor.handle(policy)
     assert stage.scheduler.take() == [policy]
     stage.actor.handle(Streams(()))
-    assert stage.scheduler.take() == [], "nobody asks"
+    assert stage.scheduler.take() == [], "no scheduler has asked"
     stage.actor.handle(SchedulerStarted(life=8))
     stage.actor.handle(SchedulerStarted(life=9))
     stage.actor.handle(DetokenizerStarted(life=1))
@@ -472,14 +472,14 @@ def test_a_new_scheduler_is_told_what_was_admitted_with_the_streams_histories() 
     for _ in range(2):
         stage.actor.handle(Streams(histories))
     remembered = RestoreState(9, policy, (admit,), (RequestId(3),), histories)
-    assert stage.scheduler.take() == [remembered], "as far as it knows, none has served"
+    assert stage.scheduler.take() == [remembered], "no scheduler has served yet, as far as intake can tell"
     stage.actor.handle(SchedulerStarted(life=10))
     stage.actor.handle(Streams(histories))
     assert stage.scheduler.take() == [msgspec.structs.replace(remembered, life=10, has_served=True)]
 
 
-def test_an_end_that_comes_while_it_is_sent_again_closes_it(stage: Stage) -> None:
-    """Its client has had its end, so nobody waits for another."""
+def test_end_during_a_resend_closes_the_stream(stage: Stage) -> None:
+    """The client has received its end, so the request is not served again."""
     stage.submit(1, LONG, is_accepted=True)
     stage.submit(2, is_accepted=True)
     stage.finish(1, 2)
@@ -493,7 +493,7 @@ def test_an_end_that_comes_while_it_is_sent_again_closes_it(stage: Stage) -> Non
     assert stage.scheduler.take() == []
 
 
-def test_what_has_brought_an_actor_down_is_ended_wherever_it_is() -> None:
+def test_request_at_fault_is_ended_in_any_stage() -> None:
     stage = Stage(limits=replace(LIMITS, queue_limit=4))
     in_each_stage(stage)
     stage.scheduler.take()

@@ -1,4 +1,4 @@
-"""Prompts as token ids, held against transformers: small tokenizers made here, and the default model's own."""
+"""Prompts as token ids, compared with transformers: small tokenizers made here, and the default model's own."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from cuelight.messages.request import Conversation, Prompt, Refusal, Turn
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_is_encoded_as_transformers_does(text: str) -> None:
+def test_text_is_encoded_like_transformers(text: str) -> None:
     assert PromptEncoder.of(reference()).encode(text, PLENTY) == tuple(reference()(text).input_ids)
 
 
-def test_a_conversation_goes_through_the_template_to_where_the_assistant_speaks() -> None:
+def test_conversation_is_rendered_up_to_the_assistants_turn() -> None:
     messages = [{"role": turn.role, "content": turn.content} for turn in CHAT.turns]
     expected = reference().apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     token_ids = PromptEncoder.of(reference()).encode(CHAT, PLENTY)
@@ -35,11 +35,11 @@ def test_a_conversation_goes_through_the_template_to_where_the_assistant_speaks(
     assert byte_level().decode(token_ids).endswith("assistant:")
 
 
-def test_token_ids_stay_as_they_are() -> None:
+def test_token_ids_stay_unchanged() -> None:
     assert PromptEncoder.of(reference()).encode((3, 1, 2), PLENTY) == (3, 1, 2)
 
 
-def test_a_tokenizers_own_truncation_and_padding_are_not_applied() -> None:
+def test_truncation_and_padding_of_a_tokenizer_are_not_applied() -> None:
     tokenizer = reference()
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=100)
@@ -57,7 +57,7 @@ def test_a_tokenizers_own_truncation_and_padding_are_not_applied() -> None:
         (PromptEncoder.of(reference()), Conversation((Turn("user", "\ud800"),)), Refusal.BAD_PROMPT, "lone surrogate"),
     ],
 )
-def test_refusals(encoder: PromptEncoder, prompt: Prompt, refusal: Refusal, words: str) -> None:
+def test_invalid_prompts_are_refused(encoder: PromptEncoder, prompt: Prompt, refusal: Refusal, words: str) -> None:
     with pytest.raises(Refused) as caught:
         encoder.encode(prompt, PLENTY)
     assert caught.value.refusal is refusal
@@ -67,14 +67,14 @@ def test_refusals(encoder: PromptEncoder, prompt: Prompt, refusal: Refusal, word
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
     encoder = PromptEncoder.of(reference())
     longest = max(map(len, byte_level().get_vocab()))
-    assert len(encoder.encode("<start>" * 10, 10)) == 11, "one that might have fitted is encoded"
+    assert len(encoder.encode("<start>" * 10, 10)) == 11, "text that might have fitted is encoded"
     for prompt in ("x" * (10 * longest + 1), Conversation((Turn("user", "x" * (10 * longest + 1)),))):
         with pytest.raises(Refused, match="cannot fit in 10 tokens") as caught:
             encoder.encode(prompt, 10)
         assert caught.value.refusal is Refusal.PROMPT_TOO_LONG
 
 
-def test_two_threads_may_encode_at_once() -> None:
+def test_two_threads_encode_at_once() -> None:
     encoder = PromptEncoder.of(reference())
     prompts = [*TEXTS, CHAT] * 40
     expected = [encoder.encode(prompt, PLENTY) for prompt in prompts]
@@ -82,7 +82,7 @@ def test_two_threads_may_encode_at_once() -> None:
         assert list(pool.map(lambda prompt: encoder.encode(prompt, PLENTY), prompts)) == expected
 
 
-def test_text_has_a_bound_only_where_none_of_it_can_vanish() -> None:
+def test_text_bound_exists_only_if_no_text_can_vanish() -> None:
     assert text_bound(byte_level()) == TextBound(max(map(len, byte_level().get_vocab())))
     assert text_bound(fallback()) == TextBound(len("<0x00>"))
     assert text_bound(fallback(every_byte=False)) is None, "unknown text is fused into one token"
@@ -110,7 +110,7 @@ def test_text_has_a_bound_only_where_none_of_it_can_vanish() -> None:
 
 
 @pytest.mark.parametrize("missing", ["\x04\x1f", "z"])
-def test_characters_that_a_vocabulary_lacks_do_not_count(missing: str) -> None:
+def test_characters_missing_in_a_vocabulary_do_not_count(missing: str) -> None:
     lacking = byte_level()
     names = {pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(char)[0][0] for char in missing}
     state = json.loads(lacking.to_str())
@@ -124,14 +124,14 @@ def test_characters_that_a_vocabulary_lacks_do_not_count(missing: str) -> None:
     assert bound.exceeded_by(missing * 5000 + "a" * (bound.token_chars_max + 1), token_limit=1)
 
 
-def test_a_folder_is_loaded_as_transformers_loads_it(tmp_path: Path) -> None:
+def test_folder_is_loaded_like_transformers(tmp_path: Path) -> None:
     reference().save_pretrained(tmp_path)
     encoder = PromptEncoder.load(tmp_path)
     assert encoder.encode(CHAT, PLENTY) == PromptEncoder.of(reference()).encode(CHAT, PLENTY)
 
 
 @pytest.mark.model
-def test_the_default_models_prompts(model_folder: Path) -> None:
+def test_prompts_of_the_default_model(model_folder: Path) -> None:
     encoder = PromptEncoder.load(model_folder)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     for text in [*TEXTS, "<|im_start|>user\nhi<|im_end|>", "def f(x):\n    return x ** 2\n"]:

@@ -1,4 +1,4 @@
-"""What intake makes of prompts and sampling options, and in which words it refuses them."""
+"""Parsing of prompts and sampling options, and the texts of refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCAB_SIZE = 100
 
 
 class Name(str):
-    """A string of a class of its own."""
+    """A subclass of str."""
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ class Name(str):
         (Conversation((Turn("user", "c"),)), Conversation((Turn("user", "c"),))),
     ],
 )
-def test_prompts(raw: object, prompt: object) -> None:
+def test_valid_prompts_are_parsed(raw: object, prompt: object) -> None:
     parsed = parse_prompt(raw)
     assert parsed == prompt
     assert msgspec.msgpack.encode(parsed), "plain types only"
@@ -84,7 +84,7 @@ def test_prompts(raw: object, prompt: object) -> None:
         ((Turn("user", 5),), Refusal.BAD_MESSAGE, "content of message 0 is of type int"),  # type: ignore[arg-type]
     ],
 )
-def test_prompts_refused(raw: object, refusal: Refusal, words: str) -> None:
+def test_invalid_prompts_are_refused(raw: object, refusal: Refusal, words: str) -> None:
     with pytest.raises(Refused) as caught:
         parse_prompt(raw)
     assert caught.value.refusal is refusal
@@ -105,7 +105,7 @@ def test_lone_surrogates_are_refused(prompt: Prompt, where: str) -> None:
     assert caught.value.refusal is Refusal.BAD_PROMPT
 
 
-def test_whole_characters_of_every_kind_are_text() -> None:
+def test_all_unicode_characters_are_text() -> None:
     check_text("a\x00é😀\U0010ffff\n")
     check_text(Conversation((Turn("user", "日本"),)))
     check_text((1, 2))
@@ -119,7 +119,7 @@ def test_token_ids_outside_the_vocabulary_are_named(bad: int) -> None:
     assert caught.value.refusal is Refusal.TOKEN_OUT_OF_RANGE
 
 
-def test_text_length_grows_with_what_there_is_to_tokenize() -> None:
+def test_text_length_counts_the_characters_to_tokenize() -> None:
     turn = Turn("user", "x")
     assert text_length("12345") == 5
     assert text_length((1, 2, 3)) == 0
@@ -144,7 +144,7 @@ ACCEPTED: list[tuple[Mapping[str, object], Mapping[str, object]]] = [
 
 
 @pytest.mark.parametrize(("options", "fields"), ACCEPTED)
-def test_sampling(options: Mapping[str, object], fields: Mapping[str, object]) -> None:
+def test_valid_sampling_options_are_parsed(options: Mapping[str, object], fields: Mapping[str, object]) -> None:
     parsed = parse_sampling(options)
     expected = msgspec.convert(fields, Sampling)
     assert parsed == expected
@@ -198,21 +198,21 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "value", "refusal", "words"), REFUSED)
-def test_sampling_refused(name: str, value: object, refusal: Refusal, words: str) -> None:
+def test_invalid_sampling_options_are_refused(name: str, value: object, refusal: Refusal, words: str) -> None:
     with pytest.raises(Refused) as caught:
         parse_options({name: value})
     assert caught.value.refusal is refusal
     assert words in caught.value.reason
 
 
-def test_stop_tokens_are_held_against_the_vocabulary_once_it_is_known() -> None:
+def test_stop_tokens_are_checked_once_the_vocabulary_is_known() -> None:
     sampling = parse_sampling({"stop_token_ids": [VOCAB_SIZE]})
     with pytest.raises(Refused, match="from 0 to 99") as caught:
         check_stop_tokens(sampling, VOCAB_SIZE)
     assert caught.value.refusal is RANGE
 
 
-def test_an_unknown_option_is_named_with_those_that_exist() -> None:
+def test_unknown_option_is_named_with_the_valid_ones() -> None:
     with pytest.raises(UnknownOption, match=r"'max_new_tokens'; .* are max_tokens, .*ignore_eos, tenant") as caught:
         parse_options({"max_tokens": 0, "max_new_tokens": 5})
     assert caught.value.name == "max_new_tokens"

@@ -1,4 +1,4 @@
-"""A GGUF file becomes the very model it was written from: weights, tokenizer, end tokens. The file is made here."""
+"""A GGUF file made here becomes the model it was written from: weights, tokenizer, end tokens."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tiny_llama() -> LlamaForCausalLM:
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """The row order in which GGUF keeps llama's query and key projections."""
+    """Reorder rows of llama's query and key projections as GGUF stores them."""
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -132,7 +132,7 @@ def test_weights_are_those_of_the_model(folder: Path) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
-def test_tokenizer_splits_digits_and_keeps_texts(folder: Path) -> None:
+def test_tokenizer_splits_digits_and_round_trips_texts(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.tokenize("2026") == ["2", "0", "2", "6"]
     assert tokenizer.tokenize("the") == ["the"]
@@ -154,13 +154,13 @@ def test_chat_template_is_kept(folder: Path) -> None:
     assert rendered == "<|im_start|>user\nthe<|im_end|>\n"
 
 
-def test_folder_says_nothing_of_where_it_was_made(folder: Path) -> None:
+def test_folder_does_not_contain_its_origin(folder: Path) -> None:
     text = "".join(path.read_text() for path in folder.glob("*.json"))
     assert str(folder.parent) not in text
     assert "partial" not in text
 
 
-def test_check_notices_a_lost_digit_split_and_a_wrong_end(folder: Path, source: Path, tmp_path: Path) -> None:
+def test_check_detects_a_lost_digit_split_and_a_wrong_end(folder: Path, source: Path, tmp_path: Path) -> None:
     metadata = read_metadata(source)
     broken = shutil.copytree(folder, tmp_path / "broken")
     content = json.loads((broken / "tokenizer.json").read_text())
@@ -172,7 +172,7 @@ def test_check_notices_a_lost_digit_split_and_a_wrong_end(folder: Path, source: 
         check_tokenizer(folder, metadata | {"tokenizer.ggml.eos_token_id": 1})
 
 
-def test_cut_file_is_refused_at_any_length(source: Path, tmp_path: Path) -> None:
+def test_truncated_file_is_refused_at_any_length(source: Path, tmp_path: Path) -> None:
     size = source.stat().st_size
     for kept in (size - 1, size // 2, 1000, 30, 5):
         cut = tmp_path / f"cut-{kept}.gguf"
@@ -189,7 +189,7 @@ def test_unknown_architecture_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         store.model_path(path)
 
 
-def test_converter_ends_when_its_parent_does(source: Path, tmp_path: Path) -> None:
+def test_converter_ends_with_its_parent(source: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", store.CONVERTER, "--watch-stdin", str(source), str(tmp_path / "out")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -199,7 +199,7 @@ def test_converter_ends_when_its_parent_does(source: Path, tmp_path: Path) -> No
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_converter_explains_its_use() -> None:
+def test_converter_explains_its_usage() -> None:
     result = subprocess.run([sys.executable, "-m", store.CONVERTER], capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.startswith("usage:")

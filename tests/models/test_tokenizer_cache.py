@@ -1,4 +1,4 @@
-"""Tokenizers that are kept for starts without transformers' loader, held against transformers."""
+"""Cached tokenizers, loaded without transformers, compared with transformers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def outcome(encoder: PromptEncoder, prompt: str | Conversation) -> object:
 
 
 def same(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> PromptEncoder:
-    """What is kept of the tokenizer, after it was found to do what the folder's does."""
+    """Cache the tokenizer and check that the cached one encodes and decodes like the folder's; return its encoder."""
     source, kept = tmp_path / "source", tmp_path / "kept"
     tokenizer.save_pretrained(source)
     kept.mkdir()
@@ -69,7 +69,7 @@ def same(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> PromptEncoder:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_are_rendered_as_transformers_does(name: str, tmp_path: Path) -> None:
+def test_templates_are_rendered_like_transformers(name: str, tmp_path: Path) -> None:
     tokenizer = reference(TEMPLATES[name])
     tokenizer.pad_token, tokenizer.eos_token = "<turn>", "<start>"
     encoder = same(tokenizer, tmp_path)
@@ -104,7 +104,7 @@ def ending() -> Tokenizer:
 
 @pytest.mark.parametrize("make", [byte_level, fallback, stripping, ending])
 @pytest.mark.parametrize("split_special_tokens", [False, True])
-def test_tokenizers_of_many_kinds_are_kept(
+def test_tokenizers_of_many_kinds_are_cached(
     make: Callable[[], Tokenizer], split_special_tokens: bool, tmp_path: Path
 ) -> None:
     tokenizer = PreTrainedTokenizerFast(
@@ -130,7 +130,7 @@ class Odd(PreTrainedTokenizerFast):
         return "odd"
 
 
-def test_what_cannot_be_kept_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_that_cannot_be_cached_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "source"
     reference().save_pretrained(source)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: Odd(tokenizer_object=byte_level()))
@@ -147,7 +147,7 @@ def test_what_cannot_be_kept_says_why(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model's folder as far as its tokenizer goes, and a cache of its own. As if torch were not loaded yet."""
+    """The tokenizer files of a model folder, with an empty cache, as in a process without torch."""
     monkeypatch.setenv("CUELIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(kept_tokenizer, "_has_torch", lambda: False)
     source = tmp_path / "source"
@@ -155,7 +155,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return source
 
 
-def test_a_tokenizer_is_made_once_and_then_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_is_made_once_and_then_cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Path] = []
 
     def keep_here(source: Path, into: Path) -> None:
@@ -175,11 +175,13 @@ def test_a_tokenizer_is_made_once_and_then_kept(folder: Path, monkeypatch: pytes
     encoder, _ = kept_tokenizer.load_tokenizer(folder)
     assert made == [folder, folder], "another file, another tokenizer"
     assert encoder.encode(CHAT, PLENTY) == encoder.encode("new be brief", PLENTY)[1:]
-    assert len(list((folder.parent / "cache" / "models").glob("tokenizer-*"))) == 2, "the old one made room; and a lock"
+    assert len(list((folder.parent / "cache" / "models").glob("tokenizer-*"))) == 2, (
+        "the current one and a lock; the old one is removed"
+    )
 
 
 @pytest.mark.parametrize("trouble", ["refused", "failed", "no cache", "no process"])
-def test_without_a_kept_one_transformers_loads_it(
+def test_transformers_loads_a_tokenizer_that_is_not_cached(
     trouble: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runs: list[object] = []
@@ -204,9 +206,9 @@ def test_without_a_kept_one_transformers_loads_it(
     assert len(runs) == {"refused": 1, "failed": 2, "no cache": 0, "no process": 2}[trouble]
 
 
-def test_with_torch_at_hand_nothing_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_cached_if_torch_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_tokenizer, "_has_torch", lambda: True)
-    monkeypatch.setattr(kept_tokenizer, "_keep", lambda *_: pytest.fail("in vain"))
+    monkeypatch.setattr(kept_tokenizer, "_keep", lambda *_: pytest.fail("cached though torch is loaded"))
     kept_tokenizer.load_tokenizer(folder)
 
 
@@ -222,7 +224,7 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "safet
 """
 
 
-def test_a_process_loads_no_torch_for_its_tokenizer(folder: Path) -> None:
+def test_process_loads_no_torch_for_its_tokenizer(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, str(folder)],
         check=True,
@@ -236,7 +238,7 @@ def test_a_process_loads_no_torch_for_its_tokenizer(folder: Path) -> None:
 
 
 @pytest.mark.model
-def test_the_default_models_tokenizer_is_kept(model_folder: Path, tmp_path: Path) -> None:
+def test_tokenizer_of_the_default_model_is_cached(model_folder: Path, tmp_path: Path) -> None:
     cache_tokenizer(model_folder, tmp_path)
     tokenizer, encoder = AutoTokenizer.from_pretrained(model_folder), PromptEncoder.load_cached(tmp_path)
     decode = load_cached_decoder(tmp_path / TOKENIZER_FILE)

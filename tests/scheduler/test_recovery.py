@@ -273,7 +273,7 @@ def test_an_executor_that_hangs_while_it_takes_another_one_s_place_is_killed() -
     finish(core)
     core.scheduler.tell(Terminated("executor", "it died", True, ExitCause.CRASHED))
     assert waits_for_a_kill(core) == pytest.approx(START_SECONDS, abs=1)
-    assert "take the place of a lost one" in core.kills[0]
+    assert "the executor that replaces a lost one" in core.kills[0]
 
 
 def test_an_executor_that_does_not_report_is_killed() -> None:

@@ -1,4 +1,4 @@
-"""Values that several protocols share: ids, prompts, sampling options, reasons and usage."""
+"""Values shared by several protocols: ids, prompts, sampling options, reasons and usage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 RequestId = NewType("RequestId", int)
 
 ExecutorId = NewType("ExecutorId", int)
-"""Counts the executors of an engine: each `reload` begins another one. Restarts of an executor keep its id."""
+"""The number of an executor in its engine: each `reload` starts another. Restarts of an executor keep its id."""
 
 FIRST_EXECUTOR: Final = ExecutorId(1)
 """The executor that an engine starts with."""
@@ -20,14 +20,14 @@ NULL_BLOCK: Final = 0
 
 
 class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One chat message: who speaks (`system`, `user`, `assistant`, …) and what."""
+    """A chat message: its role (`system`, `user`, `assistant`, …) and content."""
 
     role: str
     content: str
 
 
 class Conversation(msgspec.Struct, frozen=True, tag=True):
-    """A chat as far as it has come: the assistant's answer is what comes next."""
+    """A chat so far; the prompt ends where the assistant's next answer begins."""
 
     turns: tuple[Turn, ...]
 
@@ -81,7 +81,7 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CopyKind(StrEnum):
-    """Between which memories blocks are copied."""
+    """The memories between which blocks are copied."""
 
     SAVE = "save"
     """From the pool to host memory."""
@@ -100,10 +100,10 @@ class BlockCopies(msgspec.Struct, frozen=True):
 
 
 class HostTier(msgspec.Struct, frozen=True):
-    """Host memory for `block_count` blocks that leave the pool, and what using it costs, as measured on the device.
+    """Host memory for `block_count` blocks that leave the pool, and the cost of using it, as measured on the device.
 
-    `move_seconds` is to save a block and load it again; `recompute_seconds` to compute one token of it anew. While
-    `memory` is the same, what was saved there is still there; 0 is never the same.
+    `move_seconds` is the time to save a block and load it again, `recompute_seconds` the time to recompute one of its
+    tokens. While `memory` is the same, saved blocks are still there; 0 never equals an earlier value.
     """
 
     block_count: int = 0
@@ -122,9 +122,9 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     """The client left."""
     EXPIRED = "expired"
-    """Its deadline, or the longest time it was to wait, has passed."""
+    """`deadline_seconds`, or `queue_seconds` without blocks, has passed."""
     FAILED = "failed"
-    """The engine could not go on with this request; the end message says why."""
+    """The engine could not continue the request; the `End` has the error."""
 
 
 class FailureCause(StrEnum):
@@ -139,9 +139,9 @@ class FailureCause(StrEnum):
     NO_ROOM = "no_room"
     """The block pool cannot hold the request, even alone."""
     STALLED = "stalled"
-    """No step could be planned for any request, and this one stood first."""
+    """No step could be planned for any request, and this request was the first."""
     NOT_ADMITTED = "not_admitted"
-    """The scheduler could not go on with a request that it was sent again."""
+    """The scheduler could not restore a request that it was sent again."""
     UNDECODABLE = "undecodable"
     """The tokenizer raised on the request's output tokens."""
 

@@ -1,6 +1,7 @@
-"""The scheduler: every request's life, and what each step computes. Knows tokens; not blocks, text or tensors.
+"""The scheduler actor: admits and ends requests and plans steps. Handles tokens, not blocks, text or tensors.
 
-The state is in `workload.py`, the step loop in `next_step.py`; what follows when a peer dies, in `succession.py`.
+This module dispatches messages. The state is in `state.py`, the step loop in `steps.py`, and the active executor and
+recovery from a peer's death in `executors.py`.
 """
 
 from __future__ import annotations
@@ -50,21 +51,21 @@ log = get_logger("cuelight.scheduler")
 
 
 class _Wake(msgspec.Struct, frozen=True, tag=True):
-    """A timer has ended: that of the deadlines, or the watchdog on a peer."""
+    """A timer has fired: `what` is `DEADLINES` or the name of the watchdog."""
 
     what: str
 
 
 Early: TypeAlias = Admit | Abort | FailRequest | SetPolicy | Closed | GetHistories
-"""What a scheduler that does not yet know what there is keeps for later."""
+"""Messages that are stored until `RestoreState` has arrived."""
 
 SchedulerInbox: TypeAlias = SchedulerMessage | Terminated | _Wake
 
 
 class Scheduler(Actor[SchedulerInbox]):
-    """Hears what concerns requests, steps and executors, and plans again after each message.
+    """Handles messages about requests, steps and executors, and plans the next step after each message.
 
-    A new scheduler asks its peers what there is, and plans nothing until `RestoreState` has come.
+    A new scheduler requests its state from its peers, and plans nothing until `RestoreState` has arrived.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Scheduler(Actor[SchedulerInbox]):
         policy: SetPolicy,
         context_length: int | None = None,
     ) -> None:
-        """`context_length` is that of a model that has taken over; None where it is still the first one."""
+        """`context_length` is that of the model that took over in a reload; None before the first reload."""
         self._life = context.chance.getrandbits(32)
         self._now = context.clock.now
         self._detokenizer = peers.detokenizer
@@ -87,7 +88,7 @@ class Scheduler(Actor[SchedulerInbox]):
         wake_after = partial(_waking, context)
         can_kill = peers.kill_executor is not None
         self._watchdogs = build_watchdogs(wake_after, limits.step_timeout_seconds, can_kill=can_kill)
-        # No answer to an earlier life's steps and questions is taken for one to this life's.
+        # Drawn, so that no answer to an earlier life's step or round matches one of this life.
         first_epoch, first_round = context.chance.getrandbits(48), context.chance.getrandbits(48)
         in_flight = InFlightSteps(
             peers.executor, context.ref, limits.steps_in_flight, first_epoch, self._watchdogs.executor, self._now
@@ -103,11 +104,11 @@ class Scheduler(Actor[SchedulerInbox]):
             context, self._state, self._steps, self._watchdogs, self._recovery, peers, context_length
         )
         self._early: list[Early] = []
-        """What has come before it has heard what it must remember, and comes on top of that."""
+        """Messages that arrived before `RestoreState`, to be handled after it."""
 
     @property
     def request_count(self) -> int:
-        """Requests that it still knows of."""
+        """Number of live requests and unconfirmed ends."""
         return len(self._state.requests) + len(self._ends)
 
     def started(self) -> None:
@@ -140,7 +141,7 @@ class Scheduler(Actor[SchedulerInbox]):
         self._advance()
 
     def _handle_early(self) -> None:
-        """Handle what came before `RestoreState`, in order."""
+        """Handle the messages that arrived before `RestoreState`, in order."""
         early, self._early = self._early, []
         for message in early:
             if isinstance(message, GetHistories | Closed):
@@ -150,7 +151,7 @@ class Scheduler(Actor[SchedulerInbox]):
             self._advance()
 
     def _advance(self) -> None:
-        """Send what has ended, take over with another executor, plan the next step and publish the figures."""
+        """Announce ends, switch executors if that is due, plan the next step and publish the figures."""
         self._outbox.announce()
         self._executors.take_over_if_due()
         self._steps.plan(admit=True)
@@ -177,7 +178,7 @@ class Scheduler(Actor[SchedulerInbox]):
                 assert_never(message)
 
     def _handle_recovery(self, message: IntakeStarted | GetHistories | Closed | RestoreState) -> None:
-        """What others have forgotten, or remember."""
+        """Handle a new intake or detokenizer, confirmed ends, or the state to begin from."""
         match message:
             case IntakeStarted():
                 self._executors.serve()
@@ -194,7 +195,7 @@ class Scheduler(Actor[SchedulerInbox]):
                 assert_never(message)
 
     def _restore(self, message: RestoreState) -> None:
-        """Begin where the scheduler before was; harmless later, and what one before was to remember is of no use."""
+        """Begin with the state of the scheduler before. Ignored when open, or if meant for an earlier life."""
         if self._state.is_open or message.life != self._life:
             return
         self._state.open()
@@ -208,14 +209,14 @@ class Scheduler(Actor[SchedulerInbox]):
             output = history if len(history) > len(admit.output) else admit.output
             try:
                 self._admit(msgspec.structs.replace(admit, output=output))
-            except Exception as error:  # one that is too much for us must not take the others with it, every time
-                log.error("forgotten", request_id=admit.request_id, exc_info=error)
+            except Exception as error:  # a request that cannot be admitted must not crash every new scheduler
+                log.error("request_not_restored", request_id=admit.request_id, exc_info=error)
                 self._outbox.fail(admit, f"the scheduler cannot go on with this request: {error!r}")
         for request_id in message.aborted:
             self._state.end_if_live(request_id, FinishReason.CANCELLED)
 
     def _close(self, closed: Closed) -> None:
-        """Nobody listens to these any more; where one lives, it was an earlier scheduler that said its end."""
+        """Forget confirmed ends. If `is_ended`, cancel live ones: an earlier scheduler had sent their ends."""
         if closed.is_ended:
             for request_id in closed.request_ids:
                 self._state.end_if_live(request_id, FinishReason.CANCELLED)
@@ -237,7 +238,7 @@ class Scheduler(Actor[SchedulerInbox]):
             self._check_peer(what, now)
 
     def _check_peer(self, peer: str, now: float) -> None:
-        """Kill a peer that does not answer, if that can be done, and note why requests wait."""
+        """If a peer's answer is late, store that requests wait for it. Kill an executor, if possible."""
         if (silence := self._watchdogs.named(peer).silence(now)) is not None:
             reason = f"the {peer} has not answered for {round(silence, 1):g} s"
             self._state.note_silence(reason)

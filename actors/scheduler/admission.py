@@ -1,4 +1,4 @@
-"""Whether anybody who waits may come in, who is tried next, and what keeps the others out."""
+"""Admission: whether waiting requests may be admitted, which are tried next, and the obstacle if none may."""
 
 from __future__ import annotations
 
@@ -14,51 +14,54 @@ from cuelight.messages import cache
 
 
 class AdmissionGate:
-    """Between those that wait and those that run."""
+    """Decides whether waiting requests may be tried, and which ones."""
 
     def __init__(self, limits: StepLimits, budget: AdaptiveTokenBudget, waiting: Queue) -> None:
         self._limits = limits
         self._budget = budget
         self._waiting = waiting
         self.prefix_waiters = PrefixWaiters()
-        # What is free does not suffice for this one. It shuts the door for as long as it is the next in line.
+        # The free blocks do not suffice for this request. No other is admitted while it is the next in line.
         self._refused: Request | None = None
         self._changes_then = 0
-        # Another one gave way to it, and still there was no room: nobody else does until one of those that run is gone.
+        # Refused although another request was preempted for it. No other is preempted until blocks are given back.
         self._not_helped: Request | None = None
         self.holds_new_requests = False
-        """Whether only those may come in that have been in before."""
+        """Whether only requests that have run before may be admitted."""
 
     @property
     def running_max(self) -> int:
-        """The most requests that may run now. A decode takes a token: more than a step has could never all go on."""
+        """Largest number of requests that may run now; at most the token budget, as each decode takes a token."""
         return min(self._limits.running_max, self._budget.tokens)
 
     def refused(self, request: Request | None) -> None:
-        """What is free does not suffice for this one; None where it did for all that were tried."""
+        """Store the request that the free blocks cannot hold; None if they hold every request that was tried."""
         self._refused = request
         self._changes_then = -1
 
     def make_no_more_room(self, request: Request) -> None:
-        """It was refused though others gave way to it, and no other one can."""
+        """Preempt no other request for this one: it was refused although one was preempted for it."""
         request.is_protected = False
         self._not_helped = request
 
     def reopen(self, source: Request | None) -> None:
-        """Try again whoever was refused, or set aside for what this one has computed or never will."""
+        """Allow the refused request and deferred requests to be tried again, after a change in `source` or any other.
+
+        A request stays deferred while its leader, `source` or another, has yet to compute the prefix they share.
+        """
         self._refused = None
         if source is None or not source.running:
             self._not_helped = None
         self.prefix_waiters.reopen(source)
 
     def closed(self, running: Collection[Request], now: float) -> str | None:
-        """What keeps everybody out, whatever the next step is."""
+        """Return the obstacle to admission that holds for any next step; None if there is no obstacle."""
         if len(running) >= self.running_max:
-            return f"{len(running)} requests are running, as many as may"
+            return f"{len(running)} requests are running, the maximum"
         if self.holds_new_requests and not self._waiting.has_returning():
-            return "another model is about to take over, and serves whoever has not begun"
+            return "another model is about to take over and will serve the requests that have not begun"
         if self._is_pool_exhausted(running, now):
-            return "the blocks that are free do not suffice for the next in line"
+            return "too few blocks are free for the next request in line"
         if any(request.suspect for request in running):
             return "requests of a failed step run alone"
         if self.prefix_waiters.is_full:
@@ -66,15 +69,15 @@ class AdmissionGate:
         return None
 
     def obstacle(self, running: Collection[Request], tokens_left: int, now: float) -> str | None:
-        """What keeps everybody out of the next step, which has so many tokens left."""
+        """Return the obstacle to admission for the next step, which has `tokens_left`; None without one."""
         if (closed := self.closed(running, now)) is not None:
             return closed
-        return None if tokens_left > 0 else "the requests that run use the whole token budget"
+        return None if tokens_left > 0 else "the running requests use the whole token budget"
 
     def find_claim(
         self, running: Collection[Request], token_capacity: int, now: float
     ) -> tuple[Request, Request] | None:
-        """Where all seats are taken, or the pool's slots: who may come in for its tenant's share, and who gives way."""
+        """Return a claimant for its tenant's share and its victim, if all places or all slots of the pool are taken."""
         if self.holds_new_requests:
             return None
         seats_are_taken = len(running) >= self.running_max
@@ -87,12 +90,12 @@ class AdmissionGate:
         return self._waiting.find_claim(running, token_capacity, Request.slots, self._cannot_come)
 
     def candidates(self, running: Collection[Request], now: float) -> list[Request]:
-        """Those to try now: the head of the queue, as far as there are seats."""
+        """Return the requests to try now: the head of the queue, up to the number that may still run."""
         seats = min(self.running_max - len(running), self._limits.admissions_tried_max)
         return self._next_in_line(seats, running, now)
 
     def _next_in_line(self, count: int, running: Collection[Request], now: float) -> list[Request]:
-        """Of a tenant whose running prompts fill what it may have of a step, there is none."""
+        """Return up to `count` requests in line, without tenants whose running prompts fill their part of a step."""
         turns = self._waiting.turns(running, now)
         without: Collection[str] = ()
         if turns is not None:
@@ -102,17 +105,16 @@ class AdmissionGate:
         for request in self._waiting.head(wanted, without=without):
             if self.holds_new_requests and not request.preemptions:
                 continue
-            # A preempted request comes back only when its tokens in flight have arrived (rule `tokens-in-flight`).
+            # A preempted request is admitted only when its tokens in flight have arrived (rule `tokens-in-flight`).
             if request.pending or len(following) == count:
                 break
-            if (
-                request not in self.prefix_waiters
-            ):  # set aside, so that it does not hold up those behind it (rule `head-of-line`)
+            # A prefix waiter does not block the requests behind it (rule `head-of-line`).
+            if request not in self.prefix_waiters:
                 following.append(request)
         return following
 
     def _is_pool_exhausted(self, running: Collection[Request], now: float) -> bool:
-        """Whether who was refused is still the next: it may have left, and others may have come before it."""
+        """Return whether the refused request is still the next in line: it may have left or been overtaken."""
         if self._refused is None:
             return False
         if self._waiting.is_fair or self._waiting.changes != self._changes_then:
@@ -126,14 +128,14 @@ class AdmissionGate:
 
 
 DEFERRED_MAX: Final = 256
-"""Beyond so many, nobody is tried until they are admitted: looking past them for others costs more each time."""
+"""Number of prefix waiters at which no request is tried: skipping them in the queue costs more with each."""
 
 
 class PrefixWaiters:
-    """Requests that are set aside, each with the running request whose prefix it waits for and the tokens they share.
+    """Deferred requests, each with the running request whose prefix it waits for and the number of tokens they share.
 
-    Without a running request, one waits until the next change. `generation` counts changes: blocks that were given back
-    and prefixes that were computed.
+    A request without such a leader waits until the next change. `generation` counts changes: blocks given back and
+    prefixes computed.
     """
 
     def __init__(self) -> None:
@@ -148,11 +150,14 @@ class PrefixWaiters:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many wait that nobody else is to be tried."""
+        """Whether `DEFERRED_MAX` requests wait, so that no other is tried."""
         return len(self._leaders) >= DEFERRED_MAX
 
     def add(self, request: Request, running: Iterable[Request], block_size: int, *, is_stale: bool) -> bool:
-        """Set it aside, unless what it was to wait for has been computed or given up since (`is_stale`)."""
+        """Add a request, unless it has no leader and a change has happened since the answer (`is_stale`).
+
+        Return whether it was added.
+        """
         leader, shared = _leader(request, running, block_size)
         if leader is None and is_stale:
             return False
@@ -164,7 +169,7 @@ class PrefixWaiters:
         self._leaders.pop(request, None)
 
     def reopen(self, source: Request | None) -> None:
-        """Count a change, and let go the requests that wait for what `source` has computed, or never will."""
+        """Count a change. Remove requests without a leader, and those whose prefix `source` has or will not compute."""
         self.generation += 1
         if self._leaders:
             self._leaders = {
@@ -175,39 +180,39 @@ class PrefixWaiters:
 
 
 def _leader(request: Request, running: Iterable[Request], block_size: int) -> tuple[Request | None, int]:
-    """Who is computing most of what this request shares with anyone, and how many tokens that are."""
+    """Return the running request that is computing the longest prefix shared with `request`, and its length."""
     leader, shared = None, 0
     for other in running:
-        # Its last token it computes itself, whoever else has (rule `recompute-last`).
+        # A request always computes its last token itself (rule `recompute-last`).
         ahead, end = other.computed, min(other.prefill_tokens, len(request.token_ids) - 1)
         if ahead >= end or other.salt != request.salt:
             continue
-        # Most have nothing in common there, which one look tells.
+        # One comparison excludes most requests.
         if request.token_ids[ahead] == other.token_ids[ahead]:
             tokens = min(common_prefix(request.token_ids, other.token_ids), end)
-            if other.request_id != request.sample_of:  # of which only whole blocks can be found
+            if other.request_id != request.sample_of:  # only whole blocks of another prompt can be reused
                 tokens -= tokens % block_size
             if tokens > max(shared, ahead):
                 leader, shared = other, tokens
     return leader, shared
 
 
-NEXT_IN_LINE_WAIT: Final = "the next in line wait for prompts that are being computed, or for tokens in flight"
+NEXT_IN_LINE_WAIT: Final = "the next requests in line wait for prompts that are being computed, or for tokens in flight"
 
 
 @dataclass(frozen=True)
 class PlannedRound:
-    """So many tokens of each request, which want these growths first; who is let in if there are blocks for it."""
+    """The tokens to compute of each request, the growths these need, and the requests to admit if blocks are free."""
 
     plan: list[tuple[Request, int]]
     growths: list[cache.Growth]
     admitted: list[Request]
     tokens_left: int
-    """Tokens of the budget that the plan does not use."""
+    """Budget tokens that the plan does not use."""
 
 
 class AdmissionPlanner:
-    """Decides rounds. Changes nothing but the obstacles in the timeline."""
+    """Decides rounds. Changes only the obstacles in the timeline."""
 
     def __init__(
         self,
@@ -226,7 +231,7 @@ class AdmissionPlanner:
         self._now = now
 
     def planned(self, running: Collection[Request], *, others_wait: bool) -> list[tuple[Request, int]]:
-        """What a step of these computes; `others_wait` for a part of it."""
+        """Plan a step of the running requests; `others_wait` if waiting requests could use part of the budget."""
         return plan_step(
             running,
             self._budget.tokens,
@@ -236,22 +241,22 @@ class AdmissionPlanner:
         )
 
     def has_tokens_left(self, running: Iterable[Request], without: Request) -> bool:
-        """Whether a step of these, but for one, leaves a token to others."""
+        """Return whether a step of all running requests but `without` leaves budget tokens."""
         others = [request for request in running if request is not without]
         return sum([count for _, count in self.planned(others, others_wait=True)]) < self._budget.tokens
 
     def next(self, running: Collection[Request], *, admit: bool, claimant: Request | None) -> PlannedRound:
         """Decide the next round. Waiting requests count only if they may be admitted.
 
-        With a `claimant`, no other request is admitted: its victim might come back in its place.
+        With a `claimant`, no other request is admitted: the victim might return in its place.
         """
         others_wait = admit and len(self._waiting) > 0 and self._gate.closed(running, self._now()) is None
-        # A long prompt leaves room for those that wait; what they do not take it gets when blocks are granted.
+        # A long prompt leaves tokens to waiting requests. It gets those that are left when blocks are granted.
         plan = self.planned(running, others_wait=others_wait)
         growths = [cache.Growth(r.request_id, r.scheduled + n) for r, n in plan if r.scheduled + n > r.capacity]
         tokens_left = self._budget.tokens - sum([count for _, count in plan])
         if claimant is not None:
-            # It is let in even if the others' new turns leave this step nothing for it.
+            # The claimant is admitted even if the other tenants' new turns leave it no tokens in this step.
             return PlannedRound(plan, growths, [claimant], max(1, tokens_left))
         admitted = self._candidates(running, tokens_left) if admit else []
         if others_wait and not admitted:
@@ -259,7 +264,7 @@ class AdmissionPlanner:
         return PlannedRound(plan, growths, admitted, tokens_left)
 
     def _candidates(self, running: Collection[Request], tokens_left: int) -> list[Request]:
-        """Who is tried now, if anybody may come in."""
+        """Return the requests to try now. If there are none, store the obstacle in the timeline."""
         if not self._waiting:
             return []
         now = self._now()

@@ -1,4 +1,4 @@
-"""Which executor computes, what its death and the cache manager's mean for the work, and who takes its place."""
+"""The active executor: its start, its death and the cache manager's, and the switch to another executor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = get_logger("cuelight.scheduler")
 
 
 class ExecutorManager:
-    """The executor that there is, from the moment at which it is found until another one is."""
+    """The active executor, and the switch to the next one if a reload is in progress."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ExecutorManager:
         self._had_executor = False
 
     def start(self) -> None:
-        """Hear from now on of the deaths of those that hold blocks, and of the executor that there is."""
+        """Watch the cache manager and the executor, and request the executor's state."""
         for role in (self._peers.cache_role, self._peers.executor_role):
             if role is not None:
                 self._context.watch(role)
@@ -69,7 +69,7 @@ class ExecutorManager:
     def handle(
         self, message: ExecutorLoading | ExecutorReady | ExecutorFailed | Terminated | Switch | CancelSwitch
     ) -> None:
-        """React to what executors say, to deaths, and to the word that another one is to take over, or is not."""
+        """Handle an executor's report, a peer's death, or the start or cancellation of a switch."""
         match message:
             case ExecutorLoading() | ExecutorReady() | ExecutorFailed():
                 self._handle_executor(message)
@@ -77,17 +77,20 @@ class ExecutorManager:
                 self._peer_died(message)
             case Switch():
                 if message.executor_id == self._peers.executor_id:
-                    confirm(message)  # it was told again just as this one had taken over
+                    confirm(message)  # sent again just after this executor had taken over
                 else:
                     self._switch.ask(message, self._self)
             case CancelSwitch():
                 if self._switch.concerns(message.executor_id):
-                    self._give_up_switch("it was called off")
+                    self._give_up_switch("the switch was cancelled")
             case _:
                 assert_never(message)
 
     def take_over_if_due(self) -> None:
-        """Another executor takes the place of the one that is there, between two steps, once it may."""
+        """Make the next executor the active one, if it is ready and the scheduler is between two steps.
+
+        Without `recompute`, requests that have begun end on the executor before.
+        """
         is_computing = self._state.running or self._steps.is_busy
         if not self._switch.recomputes and is_computing:
             return
@@ -109,17 +112,20 @@ class ExecutorManager:
         confirm(switch)
 
     def serve(self) -> None:
-        """Say what fits, if there is an executor."""
+        """Send `CapacityChanged` to intake, if the executor is ready."""
         if self._state.pool is None:
             return
         capacity, context_length = token_capacity(self._state.pool), self._context_length
         if self._switch.holds_new_requests and (limit := self._switch.token_limit) is not None:
-            # Whoever comes now is served by the next one, unless that fails to take over.
+            # The next executor serves new requests; the active one does if the switch fails.
             capacity = min(capacity, limit)
         self._intake.tell(intake.CapacityChanged(capacity, context_length))
 
     def limit(self, request: Request) -> None:
-        """One that was on its way when another model took over, or was found ready to, knows nothing of its limits."""
+        """Apply the active model's token limit to a new request, and check the request against the next executor.
+
+        Intake may have sent it before it received the new limits.
+        """
         if self._switch.holds_new_requests:
             self._switch.check([request])
             self._hold_new_requests()
@@ -127,7 +133,7 @@ class ExecutorManager:
             self._state.limit(request, min(self._context_length, token_capacity(self._state.pool)))
 
     def _handle_executor(self, message: ExecutorLoading | ExecutorReady | ExecutorFailed) -> None:
-        """From the executor that there is, or one that is to take over, or one that is not needed any more."""
+        """Handle a report from the active executor or the next one; ignore any other executor."""
         if self._switch.concerns(message.executor_id):
             self._handle_next_executor(message)
             return
@@ -144,7 +150,7 @@ class ExecutorManager:
                 self._executor_failed(error)
 
     def _peer_died(self, death: Terminated) -> None:
-        """Recover from the end of a peer's life; without an error it was stopped, or its restart is arranged for."""
+        """Recover from a peer's death. If it was stopped, report no loss and suspect no request."""
         cache_role, executor_role = self._peers.cache_role, self._peers.executor_role
         if cache_role is not None and death.actor == cache_role.name:
             if death.cause is not ExitCause.STOPPED:
@@ -174,18 +180,18 @@ class ExecutorManager:
         self._peers.observer.tell(observer.Loaded(ready.seconds, ready.phases))
 
     def _executor_failed(self, error: str) -> None:
-        if not self._had_executor:  # as far as this scheduler knows
+        if not self._had_executor:  # since this scheduler's life began
             self._peers.observer.tell(observer.LoadFailed(error))
-        if not self._recovery.kill(f"it cannot load the model: {error}"):
+        if not self._recovery.kill(f"the executor cannot load the model: {error}"):
             self._recovery.give_up(f"the executor cannot load the model again: {error}")
 
     def _attribute_crash(self, death: Terminated, present: list[Request]) -> None:
-        """The executor has died with these on board."""
+        """Count the executor's death. Fail the request among `present` that it is attributed to, if any."""
         from_outside = recovery.is_from_outside(death, self._context.ref.name)
         culprit = recovery.attribute_crash(present, from_outside=from_outside)
         self._recovery.died(death.error, is_explained=culprit is not None)
         if culprit is not None:
-            reason = f"it has brought the executor down {culprit.crashes} times, at last alone with it: {death.error}"
+            reason = f"the executor died {culprit.crashes} times with this request, the last time alone: {death.error}"
             self._state.end(culprit, FinishReason.FAILED, reason, FailureCause.EXECUTOR_DEATHS)
 
     def _handle_next_executor(self, message: ExecutorLoading | ExecutorReady | ExecutorFailed) -> None:
@@ -203,7 +209,7 @@ class ExecutorManager:
         self._hold_new_requests()
 
     def _hold_new_requests(self) -> None:
-        """From now on those that have not begun wait for another executor, or do so no longer."""
+        """Hold new requests for the next executor, or release them, as the switch requires."""
         if self._state.hold_new_requests(self._switch.holds_new_requests):
             self.serve()
 
@@ -212,7 +218,7 @@ M = TypeVar("M")
 
 
 class ExecutorSwitch(Generic[M]):
-    """One switch at a time, from the word that an executor is loading until it has taken over or never will."""
+    """The switch to the next executor, at most one at a time, until that executor takes over or the switch fails."""
 
     def __init__(self, context: Context[M], roles: ExecutorRoles | None) -> None:
         self._context = context
@@ -220,13 +226,18 @@ class ExecutorSwitch(Generic[M]):
         self._asked: Switch | None = None
         self._ready: ExecutorReady | None = None
         self._given_up: set[ExecutorId] = set()
-        """Executors that will not take over: an order for one of them was sent before that was known."""
+        """Executors whose switch failed. A `Switch` to one of them may still arrive, and is ignored."""
 
     def ask(self, switch: Switch, reply_to: Address[ExecutorLoading | ExecutorReady | ExecutorFailed]) -> None:
-        """This one is to take over. Nothing is asked twice of a scheduler, but of its next life it may be."""
+        """Start a switch, or fail it if another is in progress or there is no such executor.
+
+        A repeated `Switch` is ignored: it is sent again to a new life of the scheduler.
+        """
         if self._asked is not None:
             if not self.concerns(switch.executor_id):
-                switch.reply_to.tell(SwitchFailed(switch.executor_id, "another executor is to take over already"))
+                switch.reply_to.tell(
+                    SwitchFailed(switch.executor_id, f"a switch to executor {self._asked.executor_id} is in progress")
+                )
             return
         if switch.executor_id in self._given_up:
             return
@@ -234,74 +245,80 @@ class ExecutorSwitch(Generic[M]):
             role = self._role(switch.executor_id)
             self._context.watch(role)
         except KeyError:
-            switch.reply_to.tell(SwitchFailed(switch.executor_id, "there is no such executor"))
+            switch.reply_to.tell(SwitchFailed(switch.executor_id, f"there is no executor {switch.executor_id}"))
             return
         self._asked = switch
-        self._context.find(role).tell(GetExecutorState(reply_to))  # it may have been ready before this life began
+        # The executor may have been ready before this life of the scheduler.
+        self._context.find(role).tell(GetExecutorState(reply_to))
         log.info("switch_asked", executor_id=switch.executor_id, recompute=switch.recompute)
 
     def concerns(self, executor_id: ExecutorId) -> bool:
-        """Whether this is the one that is to take over."""
+        """Return whether this is the next executor."""
         return self._asked is not None and self._asked.executor_id == executor_id
 
     def is_death(self, death: Terminated) -> bool:
-        """Whether the one that is to take over has died."""
+        """Return whether `death` is the next executor's."""
         return self._asked is not None and death.actor == self._role(self._asked.executor_id).name
 
     def fail(self, reason: str, *, is_mismatch: bool = False) -> None:
-        """It will not take over; the one that is there has heard nothing of it."""
+        """End the switch with `SwitchFailed`. The active executor is not affected."""
         asked, self._asked, self._ready = self._asked, None, None
-        assert asked is not None, "there is one that could"
+        assert asked is not None, "a switch is in progress"
         self._given_up.add(asked.executor_id)
         log.warning("switch_failed", executor_id=asked.executor_id, reason=reason)
         asked.reply_to.tell(SwitchFailed(asked.executor_id, reason, is_mismatch))
 
     def found_ready(self, ready: ExecutorReady, requests: Iterable[Request]) -> None:
-        """It is there. If one of the requests that it would be given does not fit, it will not take over."""
+        """Store that the next executor is ready, and check `requests` against it."""
         if self._ready is None or self._ready.life != ready.life:
             self._ready = ready
             self.check(requests)
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Whether it could serve those of these requests that it would be given: else it will not take over at all."""
+        """Fail the switch if the next executor cannot hold one of the requests that it would serve.
+
+        Without `recompute`, requests that have begun are not among them. Does nothing until it is ready.
+        """
         if (limit := self.token_limit) is None:
             return
         for request in requests:
             if (self.recomputes or not has_begun(request)) and request.token_limit > limit:
-                reason = f"request {request.request_id} may come to {request.token_limit} tokens, and it holds {limit}"
+                reason = (
+                    f"request {request.request_id} may need {request.token_limit} tokens; the new model holds {limit}"
+                )
                 self.fail(reason, is_mismatch=True)
                 return
 
     @property
     def token_limit(self) -> int | None:
-        """What a request may hold at the one that is ready to take over; None where there is none."""
+        """Tokens that a request may hold at the next executor; None until it is ready."""
         if self._asked is None or self._ready is None:
             return None
         return min(self._asked.context_length, (self._ready.block_count - 1) * self._ready.block_size)
 
     @property
     def recomputes(self) -> bool:
-        """Whether it takes over at once, and computes again what runs."""
+        """Whether the next executor takes over as soon as it is ready and recomputes the running requests."""
         return self._asked is not None and self._asked.recompute
 
     @property
     def holds_new_requests(self) -> bool:
-        """Whether those that have not begun wait for the one that is ready, until all others are done."""
+        """Whether requests that have not begun wait for the next executor until all others have ended."""
         return self._ready is not None and not self.recomputes
 
     def is_due(self, requests: Iterable[Request]) -> bool:
-        """Whether it may take over now."""
+        """Return whether the next executor may take over now, as far as `requests` are concerned."""
         return self._ready is not None and (self.recomputes or not any(map(has_begun, requests)))
 
     def take(self) -> tuple[Switch, ExecutorReady]:
-        """It takes over."""
+        """End the switch and return its `Switch` and `ExecutorReady`."""
         asked, ready = self._asked, self._ready
-        assert asked is not None and ready is not None, "it is due"
+        assert asked is not None and ready is not None, "a switch is due"
         self._asked = self._ready = None
         return asked, ready
 
     def peers(self, switch: Switch, before: Peers) -> Peers:
-        """The same, with another executor."""
+        """Return `before` with the executor of `switch` in place of the active one."""
         role = self._role(switch.executor_id)
         kill = None if before.kill_executor is None else partial(self._context.kill, role)
         executor = self._context.find(role)
@@ -314,11 +331,11 @@ class ExecutorSwitch(Generic[M]):
 
 
 def has_begun(request: Request) -> bool:
-    """Whether it runs, or did: what it computes belongs to the executor that is there."""
+    """Return whether a request runs or has run; without `recompute`, the active executor finishes it."""
     return request.running or request.preemptions > 0
 
 
 def confirm(switch: Switch) -> None:
-    """It has taken over."""
+    """Answer `Switched`: the executor has taken over."""
     log.info("switched", executor_id=switch.executor_id)
     switch.reply_to.tell(Switched(switch.executor_id))

@@ -1,4 +1,4 @@
-"""The steps at the executor: what each of them computes, and what the next one must say of the batch's changes."""
+"""Steps in flight at the executor, the batch changes due with the next step, and block requests in flight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = get_logger("cuelight.scheduler")
 class InFlightSteps:
     """Steps that were sent and not answered, oldest first. An epoch ends when one of its steps fails.
 
-    `watchdog` runs while there are any.
+    `watchdog` runs while any step is in flight.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class InFlightSteps:
         self._watchdog = watchdog
         self._now = now
         self._life = 0
-        """Of the executor that is meant by the steps."""
+        """The life of the executor that the steps are sent to."""
         self.step = 0
         """The number of the step that was sent last."""
         self.copies_done = -1
-        """The copies of all rounds up to this one have been made."""
+        """The last round whose copies have been made, as those of all earlier rounds have."""
         self._left_batch: list[RequestId] = []
         self._copies: list[BlockCopies] = []
         self._round = -1
@@ -57,16 +57,16 @@ class InFlightSteps:
         return (plan for _, plan, _ in self._plans)
 
     def send_to(self, to: Address[executor.ExecutorMessage]) -> None:
-        """Send the next steps to another executor, which has no rows."""
+        """Send later steps to another executor, which has no rows."""
         self._to = to
 
     def begin_life(self, life: int, load_seconds: float) -> None:
-        """Mean this life of the executor by the next steps: it took `load_seconds` to load, and has done no step."""
+        """Address later steps to this life of the executor, which took `load_seconds` to load and has done no step."""
         self._life = life
         self._watchdog.begin_again(load_seconds)
 
     def end_life(self) -> None:
-        """Expect nothing from the executor that there was."""
+        """Stop the watchdog on the executor and clear its measurements: the executor's life has ended."""
         self._watchdog.begin_again()
 
     @property
@@ -75,17 +75,17 @@ class InFlightSteps:
         return len(self._plans) < self._steps_max
 
     def copy(self, copies: Iterable[BlockCopies], of_round: int) -> None:
-        """The next step makes these copies of a round, after those it was to make already."""
+        """Add the copies of round `of_round` to the next step, after those already added."""
         self._copies.extend(copies)
         self._round = of_round
 
     def leave(self, request: Request) -> None:
-        """The request is in the batch no longer, from the next step on."""
+        """Remove a request's row from the batch with the next step, if it has one."""
         if request.in_batch:
             self._left_batch.append(request.request_id)
 
     def send(self, plan: list[tuple[Request, int]]) -> None:
-        """So many tokens of each of these requests are the next step."""
+        """Send a step that computes the given number of tokens of each request."""
         rows: list[executor.Row] = []
         extensions: list[executor.Extension] = []
         chunks: list[executor.RowChunk] = []
@@ -125,7 +125,7 @@ class InFlightSteps:
         log.debug("step", step=self.step, requests=len(plan), tokens=token_count)
 
     def finished(self, done: StepDone) -> list[Planned] | None:
-        """What the oldest step, which this answers, has computed; None for an answer from an earlier epoch."""
+        """Remove the oldest step, which `done` answers, and return its plan; None if `done` is of an earlier epoch."""
         if done.epoch != self._epoch:
             return None
         step, plan, self.copies_done = self._plans.popleft()
@@ -134,9 +134,10 @@ class InFlightSteps:
         return plan
 
     def failed(self, failed: StepFailed) -> list[Planned] | None:
-        """What the step was to compute; it and those behind it are void. None for one that was void already.
+        """Void every step in flight and return the failed step's plan; None if the step was void already.
 
-        Where contents are lost, whatever was sent since builds on them: that is void too, and no request's fault.
+        A void step that lost the contents of the blocks also voids the steps sent since, which build on them. The plan
+        is then empty, as no request of theirs is at fault.
         """
         if failed.epoch == self._epoch:
             _, plan, _ = self._plans[0]
@@ -148,12 +149,12 @@ class InFlightSteps:
         return plan
 
     def void(self) -> None:
-        """Drop all steps and all copies due: the blocks are lost."""
+        """Drop all steps in flight and all copies due: the blocks are lost."""
         self._end_epoch()
         self.forget_batch(contents_lost=True)
 
     def forget_batch(self, *, contents_lost: bool) -> None:
-        """Begin the next step with an empty batch, and without the copies due if the contents of blocks are lost."""
+        """Start the next step with an empty batch. If `contents_lost`, drop the copies due, too."""
         self._left_batch.clear()
         if contents_lost:
             self._copies.clear()
@@ -177,9 +178,9 @@ def _row(request: Request) -> executor.Row:
 
 
 class BlockRequests:
-    """Tells the cache manager, with each question, what was computed since the last one.
+    """The `Reserve` in flight, and the requests whose computed tokens the next one reports.
 
-    `watchdog` runs while a question is out.
+    `watchdog` runs while a `Reserve` is in flight.
     """
 
     def __init__(
@@ -193,28 +194,28 @@ class BlockRequests:
         self._to = to
         self._reply_to = reply_to
         self.asked: dict[RequestId, int] | None = None
-        """While it is out: the incarnations of those it asks for."""
+        """Incarnations of the requests that the `Reserve` in flight asks blocks for; None while none is in flight."""
         self.candidates: set[RequestId] = set()
-        """Those of the last one that waited then."""
+        """Requests of the last `Reserve` that were waiting when it was sent."""
         self.generation = 0
-        """What there had been then."""
+        """The prefix waiters' generation when the last `Reserve` was sent."""
         self._watchdog = watchdog
         self._now = now
         self._round = first_round
         self._prefilled: dict[RequestId, Request] = {}
 
     def note_computed(self, request: Request) -> None:
-        """With the next question: more of this one's prompt has been computed."""
+        """Report the tokens that `request` has computed with the next `Reserve`."""
         self._prefilled[request.request_id] = request
 
     def leave(self, request: Request) -> None:
-        """It gives its blocks back, and says then how far they are filled."""
+        """Drop the report due for `request`, which gives its blocks back: its `Release` has the same content."""
         self._prefilled.pop(request.request_id, None)
 
     def ask(
         self, wanted: PlannedRound, running: Mapping[RequestId, Request], generation: int, copies_done: int
     ) -> None:
-        """Ask for the blocks that the round wants; say that the copies of rounds up to `copies_done` have been made."""
+        """Send a `Reserve` for the blocks of a round, with the last round whose copies have been made."""
         self._watchdog.asked(self._now())
         growing = {growth.request_id: running[growth.request_id] for growth in wanted.growths}
         candidates = {request.request_id: request for request in wanted.admitted}
@@ -231,24 +232,24 @@ class BlockRequests:
         )
 
     def answered(self, answer: Granted) -> dict[RequestId, int] | None:
-        """An answer has come: what was asked, or None where nobody waits for it any more."""
+        """End the round that `answer` belongs to and return its `asked`; None for an answer to an earlier round."""
         if answer.round != self._round:
             return None
         asked = self.asked
-        assert asked is not None, "a question is answered once"
+        assert asked is not None, "a Reserve is answered once"
         self._watchdog.answered(self._now())
         self._end_round()
         return asked
 
     def void(self) -> None:
-        """Await no answer any more: all blocks are lost."""
+        """Drop the `Reserve` in flight and the reports due: all blocks are lost."""
         self._end_round()
         self._watchdog.give_up()
         self.candidates.clear()
         self._prefilled.clear()
 
     def end_life(self) -> None:
-        """Expect nothing from the cache manager that there was."""
+        """Stop the watchdog on the cache manager and clear its measurements: the cache manager's life has ended."""
         self._watchdog.begin_again()
 
     def _end_round(self) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens the next step computes: a pure function of the running requests and the budget."""
+"""The tokens that the next step computes, as a pure function of the running requests and the token budget."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from cuelight.kernel import get_logger
 from cuelight.messages.request import FinishReason
 
 Planned: TypeAlias = tuple[Request, int, int]
-"""So many tokens of one request in one step, and the request's incarnation when it was planned.
+"""A request, its token count in one step, and its incarnation when the step was planned.
 
-A bare tuple: one is made for each request in each step, and a named one costs a multiple.
+A plain tuple, as one is built for each request in each step and a named tuple costs several times as much.
 """
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """`token_budget` tokens a step, `running_max` requests with blocks, `steps_in_flight` steps at the executor.
+    """Limits: `token_budget` tokens a step, `running_max` requests with blocks, `steps_in_flight` steps in flight.
 
     While others could use the budget, a prompt gets at most `long_prefill_tokens` of a step. The executor may die
-    `restarts_max` times in a row without a step done, and takes at most `step_timeout_seconds` for one, or, if that is
-    None, as long as the steps before it suggest.
+    `restarts_max` times in a row without a finished step. A step may take `step_timeout_seconds`, or, if that is None,
+    a time derived from the steps before it.
     """
 
     token_budget: int
@@ -44,14 +44,14 @@ def plan_step(
     others_wait: bool,
     turns: Callable[[], Turns | None] = lambda: None,
 ) -> list[tuple[Request, int]]:
-    """Every decode first, then prefill chunks in order of service, `token_budget` tokens in all.
+    """Plan every decode first, then prefill chunks in order of service, `token_budget` tokens in all.
 
-    While others could use the budget, of the running ones or (`others_wait`) of those that wait, a chunk has at most
-    `long_prefill_tokens`, or an even share where that is more (rule `long-prefill-cap`); what the running ones leave is
-    then given out in order.
+    While other requests, running or waiting (`others_wait`), could use the budget, a chunk has at most
+    `long_prefill_tokens`, or an even share if that is more (rule `long-prefill-cap`). If none waits, tokens left over
+    are then distributed in order.
 
-    Where tenants take `turns`, the prompts of those whose turn it is come first and alone. If there are none, no tenant
-    gets more than `long_prefill_tokens` for all its prompts: whoever comes next waits for the steps in flight.
+    If tenants take `turns`, only the prompts of the tenants with a turn are planned. If no tenant has one, each gets at
+    most `long_prefill_tokens` for all its prompts, as the next request to arrive waits for the steps in flight.
 
     A request that was part of a failed step runs alone until it has sampled a token, so that a second failure can be
     attributed to it. A request that gets no tokens is passed over; those behind it still get theirs (rule
@@ -110,7 +110,7 @@ def _chunks_in_turns(
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Return the length of the common prefix of two token sequences."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -122,7 +122,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def stop_reason(request: Request, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-    """Return why the token just appended ends the request: end token, stop token, length (rule `stop-order`)."""
+    """Return why the token just appended ends the request, or None: end token, stop token, length (`stop-order`)."""
     sampling = request.sampling
     is_stop = (token_id in eos_token_ids and not sampling.ignore_eos) or token_id in sampling.stop_token_ids
     if is_stop and request.output_tokens >= sampling.min_tokens:
@@ -133,13 +133,13 @@ def stop_reason(request: Request, token_id: int, eos_token_ids: frozenset[int]) 
 
 
 STEPS_BEFORE_GROWTH: Final = 256
-"""Steps that must fit before the budget is doubled: the memory that another program took may be free again."""
+"""Steps that must fit before the budget is doubled: memory that another program used may be free again."""
 
 log = get_logger("cuelight.scheduler")
 
 
 class AdaptiveTokenBudget:
-    """The only owner of the token budget: `tokens` is that of the next step, `most` is the configured one."""
+    """The owner of the token budget: `tokens` is the budget of the next step, `most` the configured one."""
 
     def __init__(self, most: int) -> None:
         self.most = most

@@ -1,4 +1,4 @@
-"""What was lost with the executor or the cache manager, how long it takes to come back, and when it is hopeless."""
+"""Recovery after the executor or the cache manager is lost, and attribution of the executor's deaths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cuelight.messages import observer
 
 
 class RecoveryTracker:
-    """From a loss to the first step after it. Deaths of the executor with no step in between are counted."""
+    """The time from a loss to the first step after it, and the executor's deaths in a row without a step."""
 
     def __init__(self, peers: Peers, restarts_max: int) -> None:
         self._observer = peers.observer
@@ -26,48 +26,48 @@ class RecoveryTracker:
         self._has_given_up = False
 
     def replaced(self, peers: Peers) -> None:
-        """Another executor has taken over, which answers for its own deaths alone."""
+        """Count the deaths of the executor that has taken over, from 0."""
         self._kill_executor = peers.kill_executor
         self._deaths = 0
 
     def lost(self, reason: str, now: float) -> None:
-        """Every block is gone."""
+        """Report that the contents of all blocks were lost."""
         if self._lost_at is None:
             self._lost_at = self._ready_at = now
             self._load_seconds = 0.0
         self._observer.tell(observer.Recovering(reason))
 
     def died(self, reason: str, *, is_explained: bool) -> None:
-        """The executor's life is over; where that is explained, what brought it down will do so no more."""
+        """Count a death of the executor, or restart the count if the death `is_explained`; give up above the limit."""
         self._deaths = 0 if is_explained else self._deaths + 1
         if self._deaths > self._restarts_max:
-            self.give_up(f"the executor has died {self._deaths} times and computed nothing in between; {reason}")
+            self.give_up(f"the executor died {self._deaths} times in a row without a finished step; last: {reason}")
 
     def give_up(self, reason: str) -> None:
-        """There is no hope."""
+        """Report once that no more requests are served."""
         if not self._has_given_up:
             self._has_given_up = True
             self._observer.tell(observer.GaveUp(reason))
 
     def ready(self, load_seconds: float, now: float) -> None:
-        """There is an executor; one that outlived the loss has loaded before."""
+        """Note that an executor is ready. If it survived the loss, only the time since then counts as its load time."""
         self._ready_at = now
         self._load_seconds = min(load_seconds, now - self._lost_at) if self._lost_at is not None else 0.0
 
     def advanced(self, now: float) -> None:
-        """A step is done."""
+        """Note that a step has finished: restart the count of deaths and settle."""
         self._deaths = 0
         self.settle(now)
 
     def settle(self, now: float) -> None:
-        """All is as before the loss, as far as anybody needs it."""
+        """End the recovery and report its duration, if one is in progress."""
         if self._lost_at is not None:
             start_seconds = max(0.0, self._ready_at - self._lost_at - self._load_seconds)
             self._observer.tell(observer.Recovered(start_seconds, self._load_seconds, now - self._ready_at))
             self._lost_at = None
 
     def kill(self, reason: str) -> bool:
-        """End the executor's life, if that can be done."""
+        """Kill the executor. Return False if it cannot be killed."""
         if self._kill_executor is None:
             return False
         self._kill_executor(reason)
@@ -75,20 +75,20 @@ class RecoveryTracker:
 
 
 CRASHES_BEFORE_ALONE: Final = 2
-"""Present in so many deaths, a request runs alone."""
+"""Deaths of the executor with a request in flight after which the request runs alone."""
 
 KILLS_ALONE_MAX: Final = 3
-"""So many deaths by a kill from outside, each while it ran alone, are laid at its door."""
+"""Kills from outside, each while a request ran alone, after which the deaths are attributed to the request."""
 
 TOKENS_UNTIL_CLEARED: Final = 2
-"""After so many more tokens a request has nothing to do with what happened before."""
+"""Tokens that a request samples after a death before it is no longer suspected."""
 
 SIGNALS_FROM_OUTSIDE: Final = frozenset({"SIGKILL", "SIGTERM"})
-"""Sent by an operator or by the system when memory is short; other signals mostly come of what the process does."""
+"""Sent by an operator, or by the system when memory is short. Other signals mostly come from the process itself."""
 
 
 def is_from_outside(death: Terminated, scheduler: str) -> bool:
-    """Whether the executor was killed from outside, and not by its own computation or by the scheduler of this name."""
+    """Return whether the executor was killed from outside: not by its own computation, nor by the named scheduler."""
     match death.cause:
         case ExitCause.KILLED:
             return death.killed_by != scheduler
@@ -98,7 +98,7 @@ def is_from_outside(death: Terminated, scheduler: str) -> bool:
 
 
 def attribute_crash(present: Iterable[Request], *, from_outside: bool) -> Request | None:
-    """Attribute the executor's death to one of the requests whose steps were in flight; None where that is open."""
+    """Return the request in flight that the executor's death is attributed to, or None, and update the suspicions."""
     suspects = list(dict.fromkeys(present))
     for request in suspects:
         request.crashes += 1
@@ -114,7 +114,7 @@ def attribute_crash(present: Iterable[Request], *, from_outside: bool) -> Reques
 
 
 def may_be_in_flight(plan: Sequence[tuple[Request, int]], steps: Iterable[Sequence[Planned]]) -> bool:
-    """Whether this step may go to the executor beside those that are there: who runs alone is alone in all of them."""
+    """Return whether a step may be in flight beside `steps`: a request that runs alone is alone in all of them."""
     firsts = [plan[0][0], *[step[0][0] for step in steps]]  # a request that runs alone is the only one of its step
     if any(each.suspect and each.crashes >= CRASHES_BEFORE_ALONE for each in firsts):
         return len(set(firsts)) == 1
@@ -122,7 +122,7 @@ def may_be_in_flight(plan: Sequence[tuple[Request, int]], steps: Iterable[Sequen
 
 
 def count_sampled(request: Request) -> None:
-    """Count a sampled token: after enough of them, `request` is not suspected of earlier crashes any more."""
+    """Count a sampled token. After `TOKENS_UNTIL_CLEARED`, `request` is no longer suspected of earlier crashes."""
     request.has_failed = False
     if not request.crashes:
         request.suspect = False

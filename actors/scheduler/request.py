@@ -1,4 +1,4 @@
-"""What the scheduler knows of one request. Counts tokens, never blocks."""
+"""A request in the scheduler, and the deadlines of all requests. Quantities are tokens, never blocks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Request:
     scheduled   [ K/V confirmed or being computed …… ]
     capacity    [ slots in its block table ……………………………… ]
     ```
-    `incarnation` counts how often it lost its blocks, so that what was asked for before is told from what is held now;
-    no two requests have one in common, for one that was over may be admitted again.
+    `incarnation` counts how often the request lost its blocks, and marks answers from before a loss. No two requests
+    share an incarnation, as an ended request may be admitted again under the same id.
     """
 
     __slots__ = (
@@ -65,7 +65,7 @@ class Request:
     )
 
     def __init__(self, number: int, admit: Admit) -> None:
-        """`number` is its place in the order of arrival."""
+        """`number` is the request's place in the order of arrival."""
         token_ids, sampling = admit.token_ids, admit.sampling
         self.number = number
         self.request_id = admit.request_id
@@ -77,7 +77,7 @@ class Request:
         self.prompt_tokens = len(token_ids)
         self.output_limit = min(sampling.max_tokens, admit.token_limit - len(token_ids))
         self.token_limit = len(token_ids) + self.output_limit
-        assert self.output_limit > 0, "intake admits only what can produce a token"
+        assert self.output_limit > 0, "intake admits only requests with room for an output token"
         self.sampling = sampling
         self.sample_of = admit.sample_of
         self.salt = admit.service.cache_salt.encode()
@@ -85,15 +85,15 @@ class Request:
         self.running_seconds = 0.0
         self.queued_seconds: float | None = None
         self.cached_tokens = 0
-        # So many tokens of the prompt its tenant has been charged for, or was given by the cache.
+        # Prompt tokens that the tenant was charged for or that were cached.
         self.charged_tokens = 0
-        # One that goes on from an earlier time comes before those that have nothing yet, as if it had been preempted.
+        # A resumed request counts as preempted, so that it is admitted before requests without output.
         self.preemptions = 1 if admit.output else 0
-        # Whether it runs alone until it has sampled; and whether that is because it was part of a failed step.
+        # Whether the request runs alone until it has sampled, and whether the reason is a failed step.
         self.suspect = False
         self.has_failed = False
-        # How often the executor died while it ran, and how often by a kill from outside while it ran alone; until it
-        # has sampled some tokens since.
+        # Deaths of the executor with this request in flight; those by a kill from outside while it ran alone. Both
+        # return to 0 once it has sampled some tokens.
         self.crashes = 0
         self.kills_alone = 0
         self.sampled_since_crash = 0
@@ -104,13 +104,13 @@ class Request:
         self._lose_blocks()
 
     def limit_to(self, token_limit: int) -> None:
-        """It may hold no more than so many tokens, but for one of output, without which it could not end."""
+        """Lower the token limit to `token_limit`, but leave room for one output token, so that the request can end."""
         self.token_limit = max(min(self.token_limit, token_limit), self.prompt_tokens + 1)
         self.output_limit = self.token_limit - self.prompt_tokens
 
     def _lose_blocks(self) -> None:
         self.running = False
-        # Whether another one was preempted for its tenant's share: then it is not preempted for another tenant's.
+        # Whether another request was preempted for it; then it is not preempted for another tenant's share.
         self.is_protected = False
         self.in_batch = False
         self.scheduled = 0
@@ -122,17 +122,17 @@ class Request:
 
     @property
     def output_tokens(self) -> int:
-        """Known output tokens."""
+        """Number of known output tokens."""
         return len(self.token_ids) - self.prompt_tokens
 
     @property
     def output(self) -> tuple[int, ...]:
-        """The known output tokens themselves."""
+        """The known output tokens."""
         return tuple(self.token_ids[self.prompt_tokens :])
 
     @property
     def remaining(self) -> int:
-        """Tokens to compute before the next one can be sampled; 1 is a decode, 0 means that nothing is left to do.
+        """Tokens to compute before the next one can be sampled; 1 is a decode, 0 means that nothing is left to compute.
 
         Nothing is left once every token the request may produce is known or being sampled (rule `no-useless-step`).
         """
@@ -140,13 +140,13 @@ class Request:
         return 0 if known >= self.token_limit else known - self.scheduled
 
     def admission(self) -> Admission:
-        """The request for blocks for everything known so far; built once while nothing changes."""
+        """Return the request's `Admission` with all known tokens. Cached until the tokens change."""
         if self._admission is None or len(self._admission.token_ids) != len(self.token_ids):
             self._admission = Admission(self.request_id, tuple(self.token_ids), self.salt, self.sample_of)
         return self._admission
 
     def admit(self, cached_tokens: int, now: float) -> None:
-        """Blocks were granted: the first `cached_tokens` need no computing."""
+        """Start running with granted blocks, which hold `cached_tokens` computed tokens."""
         self.running = True
         self.scheduled = self.computed = cached_tokens
         self.reported = self.prefill_tokens = len(self.token_ids)
@@ -158,35 +158,35 @@ class Request:
             self.cached_tokens = cached_tokens
 
     def extend(self, block_ids: Sequence[int], token_capacity: int) -> None:
-        """The block table grew; the executor hears of it with the next step."""
+        """Append blocks to the block table. The executor receives them with the next step."""
         self.block_ids.extend(block_ids)
         self.capacity = token_capacity
 
     def stop_running(self, now: float) -> None:
-        """It runs no longer."""
+        """Stop running, and add the time since the admission to `running_seconds`."""
         self.running = False
         self.running_seconds += now - self.admitted_at
 
     def evict(self, now: float) -> None:
-        """The blocks are gone; every known token will be computed again, tokens in flight still arrive."""
+        """Lose the blocks. Every known token will be computed again; tokens in flight still arrive."""
         self.stop_running(now)
         self.incarnation += 1
         self._lose_blocks()
 
     def slots(self) -> int:
-        """Token slots that it holds, or, while it waits, would hold at least."""
+        """Return the token slots that the request holds, or, while it waits, the least it would hold."""
         return self.capacity or len(self.token_ids)
 
     def filled(self) -> Filled:
-        """What of the blocks' contents was not reported to the cache manager yet."""
+        """Return the computed tokens not yet reported to the cache manager, and mark them reported."""
         unreported = tuple(self.token_ids[self.reported : self.computed])
         self.reported = max(self.reported, self.computed)
         return Filled(self.request_id, self.computed, unreported)
 
     def stop_at(self, output_tokens: int) -> None:
-        """Forget output beyond the `output_tokens`-th token: its text ended there."""
+        """Drop output beyond the `output_tokens`-th token, where the text ended."""
         del self.token_ids[self.prompt_tokens + output_tokens :]
-        # What the cache manager knows already it may keep: those tokens were computed, and its counts never fall.
+        # Reported tokens stay reported: they were computed, and the cache manager's counts never fall.
         self.computed = min(self.computed, max(self.reported, len(self.token_ids)))
 
 
@@ -195,7 +195,7 @@ def _after(start: float, seconds: float | None) -> float:
 
 
 class RequestDeadlines:
-    """Requests by the moment at which one of their deadlines comes, until they are forgotten."""
+    """The deadlines of live requests, with one timer for the earliest."""
 
     def __init__(self, wake_after: Callable[[float], Timer]) -> None:
         self._wake_after = wake_after
@@ -205,20 +205,20 @@ class RequestDeadlines:
         self._timer_at = math.inf
 
     def add(self, request: Request, now: float) -> None:
-        """Remember its deadlines, if it has any."""
+        """Add the deadlines of a request, if it has any."""
         for moment in {request.queue_deadline, request.deadline} - {math.inf}:
             self._live[request.number] = request
             heapq.heappush(self._moments, (moment, request.number))
         self._set_timer(now)
 
     def forget(self, request: Request) -> None:
-        """It is over. A deadline far ahead is not kept until it comes."""
+        """Remove the deadlines of a request that has ended, before they come."""
         if self._live.pop(request.number, None) is not None and len(self._moments) > 4 * len(self._live) + 64:
             self._moments = [place for place in self._moments if place[1] in self._live]
             heapq.heapify(self._moments)
 
     def due(self, now: float) -> list[Request]:
-        """Those for whom a moment has come; the caller looks which, and whether it still matters."""
+        """Return requests with a deadline that has come. The caller checks which one, and whether it still applies."""
         self._timer_at = math.inf
         late: list[Request] = []
         while self._moments and self._moments[0][0] <= now:

@@ -1,4 +1,4 @@
-"""The scheduler's state and its transitions: requests that wait and that run, who is admitted, and the token budget.
+"""The scheduler's state and its transitions: waiting and running requests, admission, and the token budget.
 
 `SchedulerState` is the only owner. The step loop, the executor manager and the actor read it and call its methods.
 """
@@ -70,12 +70,12 @@ class SchedulerState:
 
     @property
     def requests(self) -> Mapping[RequestId, Request]:
-        """All that have not ended."""
+        """All requests that have not ended, by id."""
         return self._requests
 
     @property
     def running(self) -> Mapping[RequestId, Request]:
-        """Those that hold blocks."""
+        """Requests that hold blocks, by id."""
         return self._running
 
     @property
@@ -85,23 +85,23 @@ class SchedulerState:
 
     @property
     def is_open(self) -> bool:
-        """Whether the scheduler knows what there was before it."""
+        """Whether `RestoreState` has arrived."""
         return self._is_open
 
     @property
     def is_serving(self) -> bool:
-        """Whether anything may be planned."""
+        """Whether steps may be planned: there is a pool, and the state is open."""
         return self._pool is not None and self._is_open
 
     def explain(self, request_id: RequestId) -> Explanation:
-        """What has become of a request."""
+        """Return a request's state and timeline."""
         request = self._requests.get(request_id)
         if request is None:
             return self._timeline.ended(request_id)
         return self._timeline.explain(request, "running" if request.running else "waiting")
 
     def open(self) -> None:
-        """Plan from now on: what there was before this scheduler is known."""
+        """Allow planning: the state of the scheduler before has arrived."""
         self._is_open = True
 
     def set_policy(self, policy: SetPolicy) -> None:
@@ -110,7 +110,7 @@ class SchedulerState:
         self._gate.reopen(None)
 
     def join(self, admit: Admit) -> Request | None:
-        """A request has come; None for one that is known, of which the detokenizer is told again what it may lack."""
+        """Queue a request and return it. For a known request, send its output or its end again and return None."""
         if (known := self._requests.get(admit.request_id)) is not None:
             self._outbox.repeat(known)
             return None
@@ -127,19 +127,19 @@ class SchedulerState:
         """Let a request hold `token_limit` tokens at most; end one whose prompt is too long for that."""
         request.limit_to(token_limit)
         if request.token_limit > token_limit:
-            reason = f"the model that has taken over holds {token_limit} tokens"
+            reason = f"the new model holds {token_limit} tokens; the prompt has {request.prompt_tokens}"
             self.end(request, FinishReason.FAILED, reason, FailureCause.NO_ROOM)
 
     def end_if_complete(self, request: Request) -> None:
-        """Of one that goes on from an earlier time, all that is missing may be the word that it has ended."""
+        """End a resumed request whose last output token already ended it."""
         output = request.output
         if output and (reason := stop_reason(request, output[-1], self._eos_token_ids)) is not None:
             self.end(request, reason)
 
     def stop_matched(self, matched: StopMatched) -> None:
-        """A stop string has ended a text."""
+        """End a request whose text a stop string ended, and drop its output beyond."""
         stopped = self._requests.get(matched.request_id)
-        # A scheduler before may have said more than this one knows: then it will be told again once it has come so far.
+        # An earlier scheduler may have sent more output than this one has: the match is sent again once it has as much.
         if stopped is not None and matched.output_tokens <= stopped.output_tokens:
             stopped.stop_at(matched.output_tokens)
             self.end(stopped, FinishReason.STOP)
@@ -157,12 +157,12 @@ class SchedulerState:
     def end_if_live(
         self, request_id: RequestId, reason: FinishReason, error: str = "", failure: FailureCause | None = None
     ) -> None:
-        """End this request, unless it has ended before."""
+        """End this request, if it is live."""
         if (request := self._requests.get(request_id)) is not None:
             self.end(request, reason, error, failure)
 
     def end(self, request: Request, reason: FinishReason, error: str = "", failure: FailureCause | None = None) -> None:
-        """End this request."""
+        """End a live request: release its blocks or its place in the queue, and queue its end for sending."""
         now = self._now()
         del self._requests[request.request_id]
         request.is_over = True
@@ -182,63 +182,63 @@ class SchedulerState:
         self._outbox.publish(len(self._running), len(self._queue), self._steps.step)
 
     def note_silence(self, reason: str) -> None:
-        """Remember that no request is admitted because a peer does not answer."""
+        """Store that no request is admitted because a peer does not answer."""
         log.error("stalled", reason=reason, running=len(self._running), waiting=len(self._queue))
         self._timeline.obstacle(reason, self._now())
 
     @property
     def generation(self) -> int:
-        """How often blocks were given back or prefixes computed, which may let requests in."""
+        """Number of times that blocks were given back or prefixes computed, which may allow admissions."""
         return self._gate.prefix_waiters.generation
 
     def plan_round(self, *, admit: bool, claimant: Request | None) -> PlannedRound:
-        """Decide the next step, and who is admitted for it if there are blocks."""
+        """Decide the next step, and the requests to admit for it if blocks are free."""
         return self._planner.next(self._running.values(), admit=admit, claimant=claimant)
 
     def plan_within_blocks(self) -> list[tuple[Request, int]]:
-        """Decide a step of what fits the blocks that are held."""
+        """Plan a step within the blocks that the running requests hold."""
         plan = self._planner.planned(self._running.values(), others_wait=False)
         return [(request, count) for request, count in plan if request.scheduled + count <= request.capacity]
 
     def find_claim(self) -> tuple[Request, Request] | None:
-        """A request that waits and may take a running one's place for its tenant's share, and that running one."""
+        """Return a waiting claimant for its tenant's share and the running victim whose place it may take, or None."""
         if self._pool is None:
             return None
         return self._gate.find_claim(self._running.values(), token_capacity(self._pool), self._now())
 
     def has_tokens_left(self, without: Request) -> bool:
-        """Whether a step of all that run, but for one, leaves a token to others."""
+        """Return whether a step of all running requests but `without` leaves budget tokens."""
         return self._planner.has_tokens_left(self._running.values(), without)
 
     def make_room(self, claimant: Request, victim: Request) -> None:
-        """Preempt one request for the sake of another one's tenant."""
+        """Preempt `victim` for the share of the claimant's tenant."""
         claimant.is_protected = True
         self.preempt(victim, f"tenant {claimant.service.tenant!r} has less than its share")
 
     def preempt_last(self) -> None:
-        """Preempt the request that the policy serves last: another one needs blocks to go on."""
-        self.preempt(self._queue.victim(self._running.values()), "another one needed blocks to go on")
+        """Preempt the request that the policy serves last: another running request needs blocks."""
+        self.preempt(self._queue.victim(self._running.values()), "another running request needed blocks")
 
     def close_gate(self, refused: Request | None) -> None:
-        """Admit no other request while this one, which does not fit what is free, is the next in line; None opens."""
+        """Admit no request while `refused`, which does not fit the free blocks, is next in line; None opens it."""
         self._gate.refused(refused)
 
     def make_no_more_room(self, request: Request) -> None:
-        """Preempt no other request for this one: it did not fit though one was."""
+        """Preempt no other request for this one: it did not fit although one was preempted for it."""
         self._gate.make_no_more_room(request)
 
     def end_stuck(self) -> None:
-        """Fail the first request that runs, or else waits: no step can be planned for it (rule `liveness`)."""
+        """Fail the first running request, or else the next in line: no step can be planned (rule `liveness`)."""
         stuck = next(iter(self._running.values()), None) or self._queue.head(1)[0]
         obstacle = self._gate.obstacle(self._running.values(), self._budget.tokens, self._now())
         why = obstacle or ("all wait for a prefix" if self._gate.prefix_waiters else "no step can be planned")
-        reason = f"nothing moves, and {len(self._requests)} requests are live: {why}"
+        reason = f"no progress is possible with {len(self._requests)} live requests: {why}"
         log.error("stalled", request_id=stuck.request_id, reason=reason, running=len(self._running))
         self.end(stuck, FinishReason.FAILED, reason, FailureCause.STALLED)
         self._gate.reopen(None)
 
     def take_blocks(self, grant: Grant) -> None:
-        """Give a live request the blocks granted to it. One that waits runs from now on."""
+        """Append granted blocks to a live request, and start it if it was waiting."""
         request = self._requests[grant.request_id]
         if not request.running:
             now = self._now()
@@ -250,12 +250,12 @@ class SchedulerState:
         request.extend(grant.block_ids, grant.token_capacity)
 
     def return_blocks(self, grant: Grant) -> None:
-        """Give back the blocks of a request that ended while it waited for them."""
+        """Release blocks granted to a request that ended while it waited for them."""
         self._outbox.release(cache.Filled(grant.request_id, grant.cached_tokens, ()))
         self._gate.reopen(None)
 
     def defer(self, request: Request, *, is_stale: bool) -> None:
-        """Set a request aside until what it shares with a running one is computed, if that is still to be done."""
+        """Defer a request until the prefix that it shares with a running one is computed, if it is not yet."""
         assert self._pool is not None, "the cache manager answers for a pool"
         request.is_protected = False
         if self._gate.prefix_waiters.add(request, self._running.values(), self._pool.block_size, is_stale=is_stale):
@@ -263,11 +263,11 @@ class SchedulerState:
             self._timeline.note(request, "deferred", why, self._now())
 
     def count_step(self, token_count: int) -> None:
-        """Add a step that is sent to the figures."""
+        """Add a step of `token_count` tokens to the figures."""
         self._outbox.count_step(token_count, self._budget.most)
 
     def step_done(self, plan: Sequence[Planned], done: StepDone) -> None:
-        """Take what a step has computed and sampled."""
+        """Apply the computed and sampled tokens of a step."""
         if self._budget.step_fitted():
             self._gate.reopen(None)
         planned: dict[RequestId, Request] = {}
@@ -283,7 +283,7 @@ class SchedulerState:
             self._fail(planned[request_id], reason)
         sampled: list[tuple[Request, int]] = []
         for request_id, token_id in zip(done.request_ids, done.token_ids, strict=True):
-            # Drop the token of a request that ended while this step ran (rule `late-stop`), or that came since.
+            # Drop the token of a request that ended while this step was in flight (rule `late-stop`).
             if not (given := planned[request_id]).is_over:
                 sampled.append((given, token_id))
                 self._append(given, token_id)
@@ -291,9 +291,9 @@ class SchedulerState:
             self._outbox.tokens(sampled)
 
     def step_failed(self, plan: Sequence[Planned], failed: StepFailed) -> None:
-        """Recompute all that runs; a request whose step fails when it runs alone is at fault.
+        """Preempt every running request to recompute it, and fail a request whose step has failed before.
 
-        A step that ran out of memory is tried again with fewer tokens, if it can have fewer.
+        A step that ran out of memory is retried with a smaller token budget, if the budget can shrink.
         """
         self._expect_no_tokens()
         is_smaller = failed.out_of_memory and self._budget.shrink(sum([count for _, count, _ in plan]))
@@ -305,7 +305,7 @@ class SchedulerState:
         self._gate.reopen(None)
 
     def lose_blocks(self, why: str) -> None:
-        """Let every running request wait at the front of the queue, with its tokens: all blocks are lost."""
+        """Preempt every running request, which keeps its tokens: all blocks are lost."""
         self._expect_no_tokens()
         self._preempt_all(why)
         self._outbox.forget_released()
@@ -350,15 +350,15 @@ class SchedulerState:
         self._steps.leave(request)
 
     def set_pool(self, pool: ExecutorReady | None) -> None:
-        """Plan for this executor's pool; None while there is no executor."""
+        """Set the pool to plan for; None while there is no executor."""
         self._pool = pool
 
     def set_end_tokens(self, eos_token_ids: frozenset[int]) -> None:
-        """End a text with one of these tokens from now on."""
+        """Set the tokens that end an output."""
         self._eos_token_ids = eos_token_ids
 
     def hold_new_requests(self, is_held: bool) -> bool:
-        """Admit only requests that have run before, if `is_held`. Return whether that is a change."""
+        """Admit only requests that have run before, if `is_held`. Return whether this changed."""
         if self._gate.holds_new_requests == is_held:
             return False
         self._gate.holds_new_requests = is_held
@@ -367,5 +367,5 @@ class SchedulerState:
 
 
 def token_capacity(pool: ExecutorReady) -> int:
-    """The null block is nobody's: see the cache manager."""
+    """Return the tokens that the pool holds without the null block, which is never granted."""
     return (pool.block_count - 1) * pool.block_size

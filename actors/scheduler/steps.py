@@ -1,7 +1,7 @@
-"""The step loop: asks the cache manager for the blocks of the next step, sends it, and takes the answers of both.
+"""The step loop: requests the next step's blocks from the cache manager, sends the step, and handles both answers.
 
-One round is Reserve → Granted → ExecuteStep, or ExecuteStep alone when no blocks are wanted. Up to `steps_in_flight`
-steps run or wait at the executor, so planning hides behind the device's work.
+One round is Reserve → Granted → ExecuteStep, or ExecuteStep alone when no blocks are needed. Up to `steps_in_flight`
+steps run or wait at the executor, so that planning overlaps with the device's work.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ log = get_logger("cuelight.scheduler")
 
 
 class StepLoop:
-    """Decodes first, then prefill, under one token budget; whom to serve next and whom to preempt is the policy's.
+    """Sends steps of decodes, then prefills, within the token budget; the policy orders service and preemption.
 
-    Nothing is planned while there is no pool, nor before the state is open. `on_step` is called with the time of each
-    step that is done.
+    No step is planned while there is no pool or before the state is open. `on_step` is called with the time at which
+    each step finishes.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class StepLoop:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an answer of the cache manager or the executor will come."""
+        """Whether a `Reserve` or a step is in flight."""
         return self._block_requests.asked is not None or bool(self._steps)
 
     def plan(self, *, admit: bool) -> None:
-        """Send the next step, or first ask for the blocks it wants."""
+        """Send steps while there is room, until blocks must be requested or no step can be planned."""
         while self._state.is_serving and self._block_requests.asked is None and self._steps.has_room:
             claimant = self._make_room() if admit else None
             following = self._state.plan_round(admit=admit, claimant=claimant)
@@ -65,14 +65,14 @@ class StepLoop:
                 return
 
     def end_what_is_stuck(self) -> None:
-        """Fail one request where work is left but no step runs and no blocks are asked for (rule `liveness`)."""
+        """Fail requests while some are live, none is in flight and no step can be planned (rule `liveness`)."""
         while self._state.is_serving and self._state.requests and not self.is_busy:
             self._state.end_stuck()
             self._outbox.announce()
             self.plan(admit=True)
 
     def granted(self, granted: Granted) -> None:
-        """Go on with the blocks that are there, or without those that are not."""
+        """Take the granted blocks; preempt if a running request was refused, else send the step that fits."""
         state = self._state
         if (asked := self._block_requests.answered(granted)) is None:
             return
@@ -87,14 +87,17 @@ class StepLoop:
         if any(request.running for request in short):
             state.preempt_last()
             self._outbox.flush_released()
-            # Whoever was just evicted must not be let in again by the same round (rule `running-first`).
+            # The same round must not admit the preempted request again (rule `running-first`).
             self.plan(admit=False)
         else:
             is_all_deferred = bool(granted.deferred) and self._block_requests.candidates <= set(granted.deferred)
             self._go_on(short, is_stale=is_stale, is_all_deferred=is_all_deferred)
 
     def _go_on(self, short: list[Request], *, is_stale: bool, is_all_deferred: bool) -> None:
-        """Run what fits after an answer that left requests waiting: those `short` of blocks, and those set aside."""
+        """Send the step that fits after an answer in which no running request was refused.
+
+        `short` are the refused requests; `is_all_deferred` if every candidate was deferred.
+        """
         state = self._state
         state.close_gate(short[0] if short and not is_stale else None)
         if short and state.find_claim() is not None:
@@ -102,24 +105,24 @@ class StepLoop:
             return
         if short and short[0].is_protected and not is_stale:
             state.make_no_more_room(short[0])
-        # If all that were tried have been set aside, the next in line are tried before they lose their turn.
+        # If every candidate was deferred, the next in line are tried before this step is sent.
         if short or not is_all_deferred:
             self._send(state.plan_within_blocks())
         if short and not is_stale and not state.running and not self._steps:
-            # Nothing runs, so every block is free, and still it does not fit: it never will (rule `liveness`).
+            # No request runs, so every block is free: a request that does not fit now never will (rule `liveness`).
             reason = "the request does not fit the block pool"
             state.end(short[0], FinishReason.FAILED, reason, FailureCause.NO_ROOM)
-            state.close_gate(None)  # for the next one the pool may do
+            state.close_gate(None)  # the pool may hold the next request
 
     def step_done(self, done: StepDone) -> None:
-        """Take what the oldest step in flight has computed."""
+        """Apply the result of the oldest step in flight."""
         if (plan := self._steps.finished(done)) is None:
             return
         self._on_step(self._now())
         self._state.step_done(plan, done)
 
     def step_failed(self, failed: StepFailed) -> None:
-        """Void every step of the epoch and recompute."""
+        """Void every step of the epoch and recompute the running requests."""
         if (plan := self._steps.failed(failed)) is None:
             return
         log.warning("step_failed", epoch=failed.epoch, step=failed.step, requests=len(plan), error=failed.error)
@@ -130,15 +133,15 @@ class StepLoop:
             self._reset_cache()
 
     def executor_ready(self, ready: ExecutorReady) -> None:
-        """Compute with this executor, whose pool is empty."""
+        """Start planning for this executor, whose pool is empty."""
         if self._state.pool is not None:
-            self._lose_blocks("there is another executor")
+            self._lose_blocks("the executor was replaced")
         self._state.set_pool(ready)
         self._steps.begin_life(ready.life, ready.seconds)
         self._reset_cache()
 
     def executor_lost(self) -> list[Request]:
-        """Go without an executor until one is ready. Return the requests of the steps that were in flight."""
+        """Stop planning until an executor is ready. Return the requests of the steps that were in flight."""
         present = [request for plan in self._steps for request, _, _ in plan]
         self._steps.end_life()
         self._state.set_pool(None)
@@ -146,20 +149,20 @@ class StepLoop:
         return present
 
     def cache_lost(self) -> None:
-        """Begin again with a cache manager that knows of no block."""
+        """Preempt every running request and reset the new cache manager, which is empty."""
         self._block_requests.end_life()
         self._lose_blocks("the cache manager was lost")
         self._reset_cache()
 
     def switch_executor(self, to: Address[executor.ExecutorMessage], eos_token_ids: frozenset[int]) -> None:
-        """Send the next steps to another executor, whose model ends a text with one of these tokens."""
+        """Send later steps to another executor, whose model ends an output with one of these tokens."""
         self._lose_blocks("another model takes over")
         self._steps.send_to(to)
         self._state.set_end_tokens(eos_token_ids)
         self._state.set_pool(None)
 
     def _make_room(self) -> Request | None:
-        """Preempt one request for another tenant's share (one a round). Return the request that takes its place."""
+        """Preempt at most one request for another tenant's share. Return the claimant, or None without one."""
         pair = self._state.find_claim()
         if pair is None or not self._state.has_tokens_left(without=pair[1]):
             return None
@@ -177,13 +180,13 @@ class StepLoop:
         return True
 
     def _take(self, grant: Grant, incarnation: int) -> None:
-        """Give a request its blocks, if it has not ended or lost its blocks since they were asked for."""
+        """Give a request its granted blocks, unless it ended or was preempted after the `Reserve`."""
         request = self._state.requests.get(grant.request_id)
         if request is not None and request.incarnation == incarnation:
             self._state.take_blocks(grant)
         elif grant.request_id in self._block_requests.candidates:
-            # It ended while it waited, so nobody has released what it is given now. One that ended or lost its blocks
-            # while it ran was released behind our asking.
+            # A request that ended while it waited has not released these blocks. For one that ended or lost its blocks
+            # while it ran, the Release follows the Reserve and covers them.
             self._state.return_blocks(grant)
 
     def _lose_blocks(self, why: str) -> None:
@@ -192,6 +195,6 @@ class StepLoop:
         self._block_requests.void()
 
     def _reset_cache(self) -> None:
-        """Tell the cache manager that the pool is new, or is to be taken for new."""
+        """Send `Reset` to the cache manager, if there is a pool."""
         if (pool := self._state.pool) is not None:
             self._cache.tell(cache.Reset(pool.block_count, pool.block_size, pool.host, self._steps.copies_done))

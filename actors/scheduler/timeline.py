@@ -1,6 +1,6 @@
-"""Why requests wait: what kept the door shut and when, and what happened to each request. Bounded, and cheap to keep.
+"""Why requests wait: the obstacles to admission over time, and the events of each request. Bounded in size.
 
-A request that waits has no events of its own; what kept it waiting is what kept anybody from being admitted meanwhile.
+A waiting request has no events of its own; it waits because of the obstacles to any admission meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENDED_MAX: Final = 1024
 
 
 class Timeline:
-    """The last obstacles to admission, the last events of each live request, and the lives of the last that ended."""
+    """The last obstacles to admission, the last events of live requests, and the timelines of the last to end."""
 
     def __init__(self) -> None:
         self._obstacles: deque[tuple[float, str]] = deque(maxlen=OBSTACLES_MAX)
@@ -28,18 +28,18 @@ class Timeline:
         self._ended: OrderedDict[RequestId, Explanation] = OrderedDict()
 
     def obstacle(self, why: str, now: float) -> None:
-        """From now on nobody is admitted, for this reason; "" where somebody was."""
+        """Store the reason why no request is admitted from now on; "" when one was admitted."""
         if why != (self._obstacles[-1][1] if self._obstacles else ""):
             self._obstacles.append((now, why))
 
     def note(self, request: Request, what: str, why: str, now: float) -> None:
-        """Something happened to a request. What is still so need not be said again."""
+        """Add an event to a request, unless it equals the last one."""
         events = self._events.setdefault(request.request_id, deque(maxlen=EVENTS_MAX))
         if not events or events[-1][1:] != (what, why):
             events.append((now, what, why))
 
     def end(self, request: Request, state: str, why: str, now: float) -> None:
-        """The request is over; its life is remembered for a while."""
+        """Add the end of a request. Its timeline is kept among the last `ENDED_MAX`."""
         self.note(request, state, why, now)
         self._ended[request.request_id] = self.explain(request, state)
         del self._events[request.request_id]
@@ -47,11 +47,11 @@ class Timeline:
             self._ended.popitem(last=False)
 
     def ended(self, request_id: RequestId) -> Explanation:
-        """The life of a request that is not live."""
+        """Return the timeline of a request that has ended; "unknown" if it is not kept."""
         return self._ended.get(request_id) or Explanation(request_id, "unknown", ())
 
     def explain(self, request: Request, state: str) -> Explanation:
-        """A request's life so far, with what kept it waiting while it waited."""
+        """Return a request's timeline so far, with the obstacles to admission while it waited."""
         events = list(self._events.get(request.request_id, ()))
         timeline = [Occurrence(at - request.arrived_at, what, why) for at, what, why in events]
         for since, until in _waits(request, events):
@@ -60,7 +60,7 @@ class Timeline:
         return Explanation(request.request_id, state, tuple(sorted(timeline, key=lambda each: each.seconds)))
 
     def _shut(self, since: float, until: float) -> Iterator[tuple[float, str]]:
-        """The obstacles that stood at some time between, the latest first, each with the moment at which it came up."""
+        """Yield obstacles in effect between `since` and `until`, the latest first, each after its start time."""
         ended = math.inf
         for began, why in reversed(self._obstacles):
             if ended <= since:
@@ -71,9 +71,9 @@ class Timeline:
 
 
 def _waits(request: Request, events: list[tuple[float, str, str]]) -> list[tuple[float, float]]:
-    """The stretches of time that it spent in the queue."""
+    """Return the intervals that a request spent in the queue."""
     waits: list[tuple[float, float]] = []
-    # With its first events forgotten, nobody knows whether it waited before those that are left.
+    # If the first events were dropped, the time before the remaining ones is unknown.
     since: float | None = request.arrived_at if len(events) < EVENTS_MAX else None
     for at, what, _ in events:
         if what == "preempted":

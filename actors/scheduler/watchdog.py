@@ -1,4 +1,4 @@
-"""Watchdogs on peers: how long a peer may take to answer is learnt from its recent answers."""
+"""Watchdogs on peers. The time that a peer may take to answer is derived from its recent answers."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Final, NamedTuple
 from cuelight.kernel import Timer
 
 FACTOR: Final = 10.0
-"""How many times as long as the longest of its recent answers a peer may take."""
+"""Time that a peer may take, as a multiple of the longest of its recent answers."""
 
 RECENT_ANSWERS: Final = 64
 
 LOOK_SECONDS: Final = 0.001
-"""Between two looks at least, whatever rounding makes of the time that is left."""
+"""Least seconds between two checks, so that a remainder rounded to 0 does not repeat the timer at once."""
 
 ANSWER_SECONDS: Final = 30.0
-"""The least that the cache manager may take; from there on, people are told."""
+"""Least seconds that the cache manager may take; a later answer is logged as an error."""
 
 STEP_SECONDS: Final = 5.0
-"""The least that the executor may take for a step; from there on, it is replaced, where it can be."""
+"""Least seconds that the executor may take for a step; after that it is replaced, if it can be killed."""
 
 FIRST_STEP_SECONDS: Final = 15.0
-"""The least that an executor may take for its first step, in which much may be compiled or captured."""
+"""Least seconds that an executor may take for its first step, which may compile kernels or capture graphs."""
 
 START_SECONDS: Final = 30.0
-"""The least that an executor may take to take another one's place."""
+"""Least seconds that an executor may take to start in place of a lost one."""
 
 REPORT_SECONDS: Final = 300.0
-"""For the first word of an executor, or a start that cannot be compared with any before."""
+"""Seconds that an executor may take for its first report, or for a start if no earlier start was measured."""
 
 
 CACHE: Final = "cache manager"
 EXECUTOR: Final = "executor"
-REPORT: Final = "executor that was asked for a report"
-START: Final = "executor that is to take the place of a lost one"
+REPORT: Final = "executor whose state was requested"
+START: Final = "executor that replaces a lost one"
 
 
 class _WatchedQuestion(NamedTuple):
@@ -50,11 +50,11 @@ class _WatchedAnswer(NamedTuple):
 
 
 class Watchdog:
-    """One peer's unanswered questions. While there are any, a timer runs; it is not moved for each of them.
+    """One peer's unanswered questions. One timer runs while there are any; it is not reset for each of them.
 
-    A question's size is what the answer takes time for; larger ones than those answered may take longer in proportion.
-    `least_seconds` it may always take, and `first_seconds`, or as many times what it took to be there, for the first
-    answer; `fixed_seconds` overrides all that.
+    The size of a question is in units of work, such as tokens; a larger question than those measured may take longer in
+    proportion. A peer may always take `least_seconds`. For the first answer it may take `first_seconds`, or `FACTOR`
+    times its load time if that is more. `fixed_seconds` replaces all of these.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Watchdog:
         self._due = 0.0
 
     def asked(self, now: float, size: int = 1) -> None:
-        """It was asked something."""
+        """Note that a question of this size was sent."""
         self._asked.append(_WatchedQuestion(now, size))
         if self._timer is None:
             self._wake(now, self._limit(size))
 
     def answered(self, now: float) -> None:
-        """It has answered what it was asked first."""
+        """Note that the oldest question was answered, and measure the answer."""
         question = self._asked.popleft()
         answer = _WatchedAnswer(now - self._since(question), question.size)
         is_forgotten = len(self._answers) == RECENT_ANSWERS and self._answers[0] is self._longest
@@ -95,20 +95,20 @@ class Watchdog:
         if not self._asked:
             self.give_up()
         elif self._due > now + (limit := self._limit(self._asked[0].size)):
-            self._stop()  # it was set before so much was known of how long it takes
+            self._stop()  # the timer was set before this answer shortened the limit
             self._wake(now, limit)
 
     def give_up(self) -> None:
-        """No answer is awaited any more."""
+        """Forget all unanswered questions and stop the timer."""
         self._asked.clear()
         self._stop()
 
     def learn(self, seconds: float) -> None:
-        """An answer that nobody has asked for took so long."""
+        """Count `seconds` as an answer's time, such as a start that no question preceded."""
         self._longest = max(self._longest or _WatchedAnswer(seconds, 1), _WatchedAnswer(seconds, 1))
 
     def begin_again(self, seconds: float | None = None) -> None:
-        """There is another one in its place, which has answered nothing yet, and needed so long to be there."""
+        """Clear the questions and measurements for a new peer, which took `seconds` to load, if given."""
         self.give_up()
         if seconds is not None:
             self._first_seconds = max(self._least_first_seconds, FACTOR * seconds)
@@ -116,8 +116,11 @@ class Watchdog:
         self._longest = None
 
     def silence(self, now: float) -> float | None:
-        """To be called when the timer is over: for how long it has been silent, where that is too long."""
-        self._stop()  # what is heard may be from one that was over just before it was cancelled
+        """Return the seconds that the oldest question is unanswered, if they exceed the limit; else None.
+
+        Call when the timer fires: the timer is set again.
+        """
+        self._stop()  # this call may come from a timer that fired just before it was cancelled
         if not self._asked:
             return None
         waited, limit = now - self._since(self._asked[0]), self._limit(self._asked[0].size)
@@ -134,7 +137,7 @@ class Watchdog:
             self._timer = None
 
     def _since(self, question: _WatchedQuestion) -> float:
-        """It sees to one question after the other."""
+        """Return when the peer started on a question: a peer handles one after the other."""
         return max(question.asked_at, self._answered_at)
 
     def _limit(self, size: int) -> float:
@@ -148,7 +151,7 @@ class Watchdog:
 
 @dataclass(frozen=True)
 class Watchdogs:
-    """The scheduler's: on blocks asked for, on steps, on the executor's first report, and on a new one's start."""
+    """The scheduler's watchdogs: on block requests, steps, the executor's first report and a restarted executor."""
 
     cache: Watchdog
     executor: Watchdog
@@ -156,14 +159,14 @@ class Watchdogs:
     start: Watchdog
 
     def named(self, name: str) -> Watchdog:
-        """The one on this peer: `CACHE`, `EXECUTOR`, `REPORT` or `START`."""
+        """Return the watchdog of this name: `CACHE`, `EXECUTOR`, `REPORT` or `START`."""
         return {CACHE: self.cache, EXECUTOR: self.executor, REPORT: self.report, START: self.start}[name]
 
 
 def build_watchdogs(
     wake_after: Callable[[str], Callable[[float], Timer]], step_timeout_seconds: float | None, *, can_kill: bool
 ) -> Watchdogs:
-    """Build all four; an executor that cannot be killed is given more time: all that follows is a line in the log."""
+    """Build all four. An executor that cannot be killed has more time, as a late answer is only logged."""
     least, first = (STEP_SECONDS, FIRST_STEP_SECONDS) if can_kill else (ANSWER_SECONDS, ANSWER_SECONDS)
     return Watchdogs(
         cache=Watchdog(wake_after(CACHE), ANSWER_SECONDS, ANSWER_SECONDS),

@@ -334,7 +334,7 @@ async def test_request_that_kills_the_process_fails_alone(folder: Path) -> None:
     async with serving(folder) as engine:
         poison = engine.stream("!", max_tokens=TOKENS)
         streams = submitted(engine)
-        with pytest.raises(errors.RequestFailed, match="brought the executor down"):
+        with pytest.raises(errors.RequestFailed, match="times with this request, the last time alone"):
             await poison.result()
         await check_all(streams)
         assert engine.health().restarts["executor"] <= 3

@@ -69,7 +69,7 @@ def test_it_waits_for_a_seat() -> None:
     step_until(core, lambda: is_running(core, 1) and is_live(core, 2) and not core.engine.waiting("scheduler"))
     life = explained(core, 2)
     assert life.state == "waiting" and happened(life) == ["kept waiting"]
-    assert life.timeline[0].why == "2 requests are running, as many as may"
+    assert life.timeline[0].why == "2 requests are running, the maximum"
     finish(core)
     assert happened(explained(core, 2)) == ["kept waiting", "admitted", "length"] and in_order(explained(core, 2))
 
@@ -137,7 +137,7 @@ def test_it_is_preempted_and_comes_back() -> None:
         core.admit(request_id, [request_id] * 8, Sampling(max_tokens=30))
     finish(core)
     life = explained(core, 2)
-    assert in_order(life) and "another one needed blocks to go on" in reasons(life)
+    assert in_order(life) and "another running request needed blocks" in reasons(life)
     events = [what for what in happened(life) if what != "kept waiting"]
     assert events == ["admitted"] + ["preempted", "admitted"] * core.ends()[2].preemptions + ["length"]
 
@@ -227,7 +227,7 @@ def test_rule_liveness_a_planner_that_plans_nothing_ends_everybody(seed: int, mo
     assert run_to_rest(core) < 300
     assert len(core.ends()) == 8
     for end in core.ends().values():
-        assert end.reason is FinishReason.FAILED and "nothing moves" in end.error
+        assert end.reason is FinishReason.FAILED and "no progress is possible" in end.error
     assert core.blocks().blocks_free == core.blocks().blocks_total
     assert explained(core, 3).timeline[-1].why == core.ends()[3].error
 

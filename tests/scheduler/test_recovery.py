@@ -143,7 +143,7 @@ def test_a_request_that_kills_the_executor_fails_alone(is_killed: bool, deaths: 
     assert core.engine.deaths["executor"] == deaths
     check_outputs(core, 5, without=(2,))
     assert core.ends()[2].failure is FailureCause.EXECUTOR_DEATHS
-    assert core.ends()[2].error.startswith(f"it has brought the executor down {deaths} times, at last alone with it")
+    assert core.ends()[2].error.startswith(f"the executor died {deaths} times with this request, the last time alone")
     assert not heard(core, GaveUp)
 
 
@@ -273,7 +273,7 @@ def test_an_executor_that_hangs_while_it_takes_another_one_s_place_is_killed() -
     finish(core)
     core.scheduler.tell(Terminated("executor", "it died", True, ExitCause.CRASHED))
     assert waits_for_a_kill(core) == pytest.approx(START_SECONDS, abs=1)
-    assert "take the place of a lost one" in core.kills[0]
+    assert "the executor that replaces a lost one" in core.kills[0]
 
 
 def test_an_executor_that_does_not_report_is_killed() -> None:
@@ -282,7 +282,7 @@ def test_an_executor_that_does_not_report_is_killed() -> None:
     while not core.kills:
         assert core.step()
     assert core.now() == pytest.approx(REPORT_SECONDS, abs=1)
-    assert core.kills == ["the executor that was asked for a report has not answered for 300 s"]
+    assert core.kills == ["the executor whose state was requested has not answered for 300 s"]
 
 
 def test_a_model_that_cannot_be_loaded_fails_the_start_and_is_tried_again_later() -> None:
@@ -290,7 +290,7 @@ def test_a_model_that_cannot_be_loaded_fails_the_start_and_is_tried_again_later(
     finish(core)
     scheduler_of(core).handle(ExecutorFailed("no weights"))
     step_until(core, lambda: core.kills)
-    assert core.kills == ["it cannot load the model: no weights"]
+    assert core.kills == ["the executor cannot load the model: no weights"]
     assert not heard(core, LoadFailed)
     hopeless = Core(0, device=StubDevice(60, 4))
     scheduler_of(hopeless).handle(ExecutorFailed("no weights"))

@@ -62,7 +62,7 @@ def ids(granted: Granted) -> list[int]:
     return [grant.request_id for grant in granted.grants]
 
 
-def test_what_comes_before_the_first_reset_was_meant_for_another() -> None:
+def test_messages_before_the_first_reset_are_ignored() -> None:
     observer: Inbox[BlockFigures] = Inbox()
     scheduler: Inbox[Granted] = Inbox()
     cache = CacheManager(observer, 0.01)
@@ -73,7 +73,7 @@ def test_what_comes_before_the_first_reset_was_meant_for_another() -> None:
     assert observer.heard == []
 
 
-def test_a_reset_gives_all_blocks_but_the_null_block() -> None:
+def test_reset_frees_all_blocks_but_the_null_block() -> None:
     stage = Stage(9)
     assert stage.observer.heard == [BlockFigures(blocks_total=9, blocks_free=9)]
 
@@ -97,7 +97,7 @@ def test_each_growth_is_granted_whole_or_refused() -> None:
     assert granted == Granted(ROUND, (Grant(RequestId(2), (4,), 0, 8),), (RequestId(1), RequestId(3)))
 
 
-def test_rule_running_first_a_round_that_must_preempt_admits_nobody() -> None:
+def test_rule_running_first_round_that_must_preempt_admits_no_request() -> None:
     stage = Stage(4)
     stage.reserve(admissions=(admission(1, 12),))
     granted = stage.reserve(growths=(Growth(RequestId(1), 24),), admissions=(admission(2, 4, 50),))
@@ -151,7 +151,7 @@ def test_a_release_keeps_the_prefix_and_is_not_answered() -> None:
     assert stage.reserve(admissions=(admission(2, 9),)).grants[0].cached_tokens == 8
 
 
-def test_what_a_spoilt_request_computed_is_no_prefix_but_what_it_found_still_is() -> None:
+def test_blocks_of_a_poisoned_request_are_not_indexed_but_its_hits_stay() -> None:
     stage = Stage(12)
     stage.reserve(admissions=(admission(1, 4),))
     stage.cache.handle(Release((Filled(RequestId(1), 4, ()),)))
@@ -164,7 +164,7 @@ def test_what_a_spoilt_request_computed_is_no_prefix_but_what_it_found_still_is(
     assert stage.reserve(admissions=(admission(5, 13),)).grants[0].cached_tokens == 12
 
 
-def test_the_observer_hears_changed_figures_once_a_message() -> None:
+def test_observer_receives_changed_figures_once_per_message() -> None:
     stage = Stage(4)
     stage.reserve(admissions=(admission(1, 4), admission(2, 4, 50)))
     assert len(stage.observer.heard) == 2
@@ -177,7 +177,7 @@ def test_the_observer_hears_changed_figures_once_a_message() -> None:
     assert stage.observer.heard[2:] == [figures]
 
 
-def test_a_reset_forgets_tables_and_prefixes_but_not_past_counts() -> None:
+def test_reset_clears_tables_and_prefixes_but_not_counters() -> None:
     stage = Stage(2)
     stage.reserve(admissions=(admission(1, 8),))
     stage.cache.handle(Release((Filled(RequestId(1), 8, ()),)))
@@ -193,7 +193,7 @@ def test_a_reset_forgets_tables_and_prefixes_but_not_past_counts() -> None:
     assert granted == Granted(ROUND, (Grant(RequestId(1), (1, 2, 3, 4, 5), 0, 10),), (), (RequestId(2),))
 
 
-def test_a_growth_without_a_table_is_our_bug() -> None:
+def test_growth_without_a_table_raises() -> None:
     with pytest.raises(AssertionError, match="request 5 grows and holds no table"):
         Stage(4).reserve(growths=(Growth(RequestId(5), 4),))
 
@@ -209,7 +209,7 @@ def test_a_prefix_is_found_with_its_salt() -> None:
     assert stage.observer.heard[-1].tokens_found == 4
 
 
-def test_prefixes_are_forgotten_and_tables_are_not() -> None:
+def test_forget_prefixes_keeps_block_tables() -> None:
     stage = Stage(8)
     stage.reserve(admissions=(admission(1, 6),))
     stage.reserve(filled=(Filled(RequestId(1), 6, ()),), admissions=(admission(2, 6, 50),))
@@ -222,7 +222,7 @@ def test_prefixes_are_forgotten_and_tables_are_not() -> None:
     assert len(stage.scheduler.heard) == 3, "a ForgetPrefixes is not answered"
 
 
-def test_what_growths_and_admissions_copy_comes_with_the_answer() -> None:
+def test_copies_of_growths_and_admissions_come_with_the_answer() -> None:
     """Saves of both, and a load into a block that was saved: it comes after them."""
     stage = Stage(4, host_blocks=4)
     stage.reserve(admissions=(admission(1, 8),))
@@ -252,7 +252,7 @@ def test_a_copy_is_answered_once() -> None:
     assert stage.reserve().copies == ()
 
 
-def test_other_samples_wait_for_the_first_one_and_copy_its_last_block() -> None:
+def test_other_samples_wait_for_the_first_and_copy_its_last_block() -> None:
     stage = Stage(8)
     samples = tuple(Admission(RequestId(i), tuple(range(6)), sample_of=RequestId(0) if i else None) for i in range(4))
     granted = stage.reserve(admissions=samples, token_budget=100)
@@ -266,7 +266,7 @@ def test_other_samples_wait_for_the_first_one_and_copy_its_last_block() -> None:
     assert (figures.blocks_forked, figures.tokens_looked_up, figures.tokens_found) == (3, 24, 15)
 
 
-def test_host_memory_that_does_not_pay_has_no_blocks() -> None:
+def test_unprofitable_host_memory_has_no_blocks() -> None:
     stage = Stage(4)
     stage.cache.handle(Reset(5, 4, HostTier(100, move_seconds=4.0, recompute_seconds=1.0)))
     assert stage.observer.heard[-1] == BlockFigures(blocks_total=4, blocks_free=4)
@@ -298,7 +298,7 @@ def found(stage: Stage) -> list[int]:
     ("copies_done", "expected"),
     [(-1, [0, 0, 0]), (ROUND + 1, [0, 0, 0]), (ROUND + 2, [8, 0, 0]), (ROUND + 3, [8, 4, 8])],
 )
-def test_a_reset_keeps_what_is_certain_to_be_in_host_memory(copies_done: int, expected: list[int]) -> None:
+def test_reset_keeps_blocks_certain_to_be_in_host_memory(copies_done: int, expected: list[int]) -> None:
     stage = saving()
     stage.cache.handle(msgspec.structs.replace(stage.reset, copies_done=copies_done))
     figures = stage.observer.heard[-1]
@@ -307,14 +307,14 @@ def test_a_reset_keeps_what_is_certain_to_be_in_host_memory(copies_done: int, ex
     assert found(stage) == expected
 
 
-def test_what_was_said_to_be_made_is_certain_for_a_scheduler_that_knows_nothing() -> None:
+def test_confirmed_copies_are_certain_for_a_new_scheduler() -> None:
     stage = saving()
     stage.reserve(round_=ROUND + 4, copies_done=ROUND + 2)
     stage.cache.handle(stage.reset)
     assert found(stage) == [8, 0, 0]
 
 
-def test_rounds_of_an_earlier_scheduler_are_no_rounds_of_this_one() -> None:
+def test_rounds_of_an_earlier_scheduler_do_not_count() -> None:
     stage = saving()
     stage.reserve(round_=ROUND + 4, copies_done=ROUND + 3)
     stage.cache.handle(stage.reset)
@@ -323,7 +323,7 @@ def test_rounds_of_an_earlier_scheduler_are_no_rounds_of_this_one() -> None:
     assert found(stage) == [8, 4, 8]
 
 
-def test_another_memory_or_one_that_is_never_the_same_holds_nothing() -> None:
+def test_other_or_unnamed_host_memory_holds_nothing() -> None:
     for memory, then in ((5, 6), (5, 0), (0, 0)):
         stage = saving(memory)
         host = msgspec.structs.replace(stage.reset.host, memory=then)
@@ -332,7 +332,7 @@ def test_another_memory_or_one_that_is_never_the_same_holds_nothing() -> None:
         assert found(stage) == [0, 0, 0]
 
 
-def test_slots_that_were_in_doubt_are_used_again() -> None:
+def test_uncertain_slots_are_reused() -> None:
     stage = saving()
     stage.cache.handle(msgspec.structs.replace(stage.reset, copies_done=ROUND + 2))
     slots: set[int] = set()

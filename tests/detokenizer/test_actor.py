@@ -243,7 +243,7 @@ def test_requests_that_were_never_opened_are_ignored(stage: Stage) -> None:
     assert stage.scheduler.take() == []
 
 
-def test_opening_again_changes_nothing(stage: Stage) -> None:
+def test_second_open_changes_nothing(stage: Stage) -> None:
     client = stage.open(1)
     stage.write(1, "ab")
     assert shown(client.take()) == "ab"
@@ -265,7 +265,7 @@ def test_only_the_next_token_is_taken(stage: Stage) -> None:
     assert client.take() == [Chunk(RequestId(1), 2, (99,), "c"), Chunk(RequestId(1), 3, (100,), "d")]
 
 
-def test_a_stream_goes_on_where_it_was(stage: Stage) -> None:
+def test_reopened_stream_continues_at_its_position(stage: Stage) -> None:
     client = Recorder[object]()
     stage.actor.handle(Open(RequestId(1), ("cd",), 0, client, stage.intake, output=tuple(b"abc")))
     assert shown(client.take()) == "ab"
@@ -274,7 +274,7 @@ def test_a_stream_goes_on_where_it_was(stage: Stage) -> None:
     assert stage.scheduler.take() == [StopMatched(RequestId(1), 4)]
 
 
-def test_a_new_one_is_told_the_streams_and_recalls_their_histories(stage: Stage) -> None:
+def test_new_detokenizer_opens_the_streams_and_requests_their_histories(stage: Stage) -> None:
     stage.actor.started()
     (started,) = stage.intake.take()
     assert isinstance(started, DetokenizerStarted)
@@ -313,7 +313,7 @@ def test_an_end_waits_for_the_tokens_before_it(stage: Stage) -> None:
     assert isinstance(client.take()[-1], End)
 
 
-def test_an_end_that_nobody_listens_for_is_closed_once_all_streams_are_known(stage: Stage) -> None:
+def test_end_without_a_stream_is_closed_once_all_streams_are_known(stage: Stage) -> None:
     ended = RequestEnded(RequestId(9), FinishReason.LENGTH, Usage(output_tokens=1), 0.0, 0)
     stage.actor.handle(Histories((), ((ended, (97,)),)))
     assert stage.scheduler.take() == [], "its stream may be opened yet"
@@ -324,7 +324,7 @@ def test_an_end_that_nobody_listens_for_is_closed_once_all_streams_are_known(sta
     assert stage.intake.take() == []
 
 
-def test_streams_are_told_with_all_their_tokens_once_all_are_known(stage: Stage) -> None:
+def test_streams_are_sent_with_all_tokens_once_all_are_known(stage: Stage) -> None:
     stage.open(1)
     stage.open(2, stop=("b",))
     stage.intake.take()
@@ -340,7 +340,7 @@ def test_streams_are_told_with_all_their_tokens_once_all_are_known(stage: Stage)
     assert stage.scheduler.take() == [StopMatched(RequestId(2), 2)], "a new scheduler never heard of it"
 
 
-def test_streams_can_be_forgotten_without_a_word(stage: Stage) -> None:
+def test_dropped_streams_send_nothing(stage: Stage) -> None:
     clients = [stage.open(request_id) for request_id in (1, 2, 3)]
     stage.actor.handle(DropStream(RequestId(1)))
     stage.actor.handle(DropStream(RequestId(7)))
@@ -352,7 +352,7 @@ def test_streams_can_be_forgotten_without_a_word(stage: Stage) -> None:
     assert [len(client.take()) for client in clients] == [0, 0, 1]
 
 
-def test_what_clients_hear_crosses_a_process_boundary(stage: Stage) -> None:
+def test_client_messages_cross_a_process_boundary(stage: Stage) -> None:
     client = stage.open(1)
     stage.write(1, "é")
     stage.end(1)

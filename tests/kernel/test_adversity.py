@@ -164,7 +164,7 @@ async def echo(system: System) -> int:
 
 
 @on_each_loop
-async def test_a_signal_that_has_no_name_is_a_death_like_any_other() -> None:
+async def test_death_by_an_unnamed_signal_is_a_crash() -> None:
     system = System(
         [
             ActorSpec(placed.SINK, lambda _: Deaf()),
@@ -185,7 +185,7 @@ async def test_a_signal_that_has_no_name_is_a_death_like_any_other() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @on_each_loop
-async def test_a_worker_whose_error_has_no_message_does_not_hold_up_the_stop() -> None:
+async def test_worker_error_without_a_message_does_not_delay_the_stop() -> None:
     async with playing(InLoop(), RestartPolicy()) as system:
         system.find(PLAYER).tell(Do("work in vain"))
         stopping = asyncio.ensure_future(system.stop())
@@ -194,7 +194,7 @@ async def test_a_worker_whose_error_has_no_message_does_not_hold_up_the_stop() -
 
 
 @on_each_loop
-async def test_an_actor_elsewhere_can_dismiss_itself() -> None:
+async def test_placed_actor_dismisses_itself() -> None:
     async with playing(OnThread()) as system, asyncio.timeout(SOON):
         system.find(PLAYER).tell(Do("leave"))
         await until(lambda: "player" not in system.statistics())
@@ -202,7 +202,7 @@ async def test_an_actor_elsewhere_can_dismiss_itself() -> None:
 
 @pytest.mark.parametrize("place", [InLoop(), OnThread()], ids=["loop", "thread"])
 @on_each_loop
-async def test_an_error_that_cannot_be_shown_is_a_crash(place: Placement) -> None:
+async def test_error_whose_repr_raises_is_a_crash(place: Placement) -> None:
     outcome: object = None
     try:
         async with playing(place) as system:
@@ -215,7 +215,7 @@ async def test_an_error_that_cannot_be_shown_is_a_crash(place: Placement) -> Non
 
 
 @on_each_loop
-async def test_what_an_actor_hears_from_itself_by_a_detour_takes_no_room_for_ever() -> None:
+async def test_indirect_messages_to_itself_release_their_capacity() -> None:
     class Detour:
         """Whatever it is told becomes a message to the player."""
 
@@ -231,14 +231,14 @@ async def test_what_an_actor_hears_from_itself_by_a_detour_takes_no_room_for_eve
 
 
 @on_each_loop
-async def test_an_address_may_take_a_type_that_is_only_a_name() -> None:
+async def test_address_of_a_forward_referenced_type_works() -> None:
     async with playing(OnThread()) as system:
         answer: Number = await ask(system.find(PLAYER), lambda to: EchoNumber(3, to), SOON)
         assert answer == 3
 
 
 @on_each_loop
-async def test_who_joins_later_does_not_keep_others_from_restarting() -> None:
+async def test_spawned_actor_does_not_prevent_restarts() -> None:
     async with playing(OnThread()) as system:
         system.spawn(ActorSpec(Role("late", Unresolvable, 10), lambda _: Deaf()))
         system.find(PLAYER).tell(Do("raise"))
@@ -246,7 +246,7 @@ async def test_who_joins_later_does_not_keep_others_from_restarting() -> None:
 
 
 @on_each_loop
-async def test_a_fork_of_the_host_does_not_hold_up_the_stop() -> None:
+async def test_fork_of_the_host_does_not_delay_the_stop() -> None:
     async with playing(OnThread()) as system:
         assert await echo(system) == 7
         with forked():
@@ -257,7 +257,7 @@ async def test_a_fork_of_the_host_does_not_hold_up_the_stop() -> None:
     assert has_stopped
 
 
-def test_a_fork_of_the_host_does_not_keep_the_journal_locked(tmp_path: Path) -> None:
+def test_fork_of_the_host_does_not_keep_the_journal_locked(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     with forked():
         journal.close()
@@ -265,7 +265,7 @@ def test_a_fork_of_the_host_does_not_keep_the_journal_locked(tmp_path: Path) -> 
 
 
 @on_each_loop
-async def test_a_cancelled_timer_is_forgotten() -> None:
+async def test_cancelled_timer_is_released() -> None:
     timers: list[weakref.ref[Timer]] = []
 
     class Clock:
@@ -297,7 +297,7 @@ class _Timer:
 
 
 @on_each_loop
-async def test_a_host_that_asks_too_much_does_not_break_the_engine() -> None:
+async def test_refused_explain_calls_do_not_break_the_engine() -> None:
     async with stub_engine(queue_limit=8) as engine:
 
         async def explain() -> None:
@@ -316,7 +316,7 @@ async def test_a_host_that_asks_too_much_does_not_break_the_engine() -> None:
 
 
 @on_each_loop
-async def test_a_policy_can_be_set_many_times_at_once() -> None:
+async def test_many_set_policy_calls_in_a_row_do_not_break_the_engine() -> None:
     async with stub_engine(queue_limit=8) as engine:
         for number in range(500):
             with suppress(errors.EngineError):  # refused
@@ -329,7 +329,7 @@ class Interrupt(BaseException):
 
 
 @pytest.mark.parametrize("where", ["RemoteLifeSpec", "socket.socketpair"])
-async def test_an_interrupt_while_a_placed_actor_begins_leaves_a_system_that_can_be_stopped(
+async def test_interrupt_while_a_placed_actor_starts_leaves_a_stoppable_system(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -343,7 +343,7 @@ async def test_an_interrupt_while_a_placed_actor_begins_leaves_a_system_that_can
         await system.stop()
 
 
-async def test_a_main_module_that_was_exchanged_is_not_one_that_is_being_imported(
+async def test_replaced_main_module_does_not_count_as_being_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever runs a program to measure it, such as coverage, puts the program's main module in place of its own."""

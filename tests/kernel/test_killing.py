@@ -58,7 +58,7 @@ class Heard:
 
 @PLACES
 @on_each_loop
-async def test_a_killed_life_is_a_crash_like_any_other_and_refs_stay_valid(place: Placement) -> None:
+async def test_kill_is_a_crash_and_refs_stay_valid(place: Placement) -> None:
     heard = Heard()
     crashes: list[ActorCrashed] = []
     cast = [heard.part(), ActorSpec(placed.PLAYER, placed.player, AGAIN, place)]
@@ -95,7 +95,7 @@ async def test_a_process_whose_handler_never_returns_is_killed() -> None:
 
 
 @on_each_loop
-async def test_who_is_not_alive_cannot_be_killed_nor_who_is_not_there() -> None:
+async def test_kill_of_an_absent_or_restarting_actor_is_refused() -> None:
     heard = Heard()
     slow = RestartPolicy(restarts_max=1, backoff_seconds=60.0, backoff_max_seconds=60.0)
     crashes: list[ActorCrashed] = []
@@ -125,7 +125,7 @@ class Killer(Actor[Kill]):
 
 
 @on_each_loop
-async def test_an_actor_kills_another_and_itself() -> None:
+async def test_actor_kills_another_and_itself() -> None:
     heard = Heard()
     crashes: list[ActorCrashed] = []
     cast = [heard.part(), ActorSpec(placed.PLAYER, placed.player, AGAIN), ActorSpec(KILLER, Killer, AGAIN)]
@@ -135,7 +135,7 @@ async def test_an_actor_kills_another_and_itself() -> None:
     assert sorted(crash.actor for crash in crashes) == ["killer", "player"]
 
 
-def test_in_a_simulation_too() -> None:
+def test_simulated_actor_kills_another_and_itself() -> None:
     crashes: list[ActorCrashed] = []
     heard = Heard()
     cast = [heard.part(), ActorSpec(placed.PLAYER, placed.player, AGAIN), ActorSpec(KILLER, Killer, AGAIN)]
@@ -150,7 +150,7 @@ def test_in_a_simulation_too() -> None:
 
 @PLACES
 @on_each_loop
-async def test_a_crash_is_told_with_the_message_in_hand(place: Placement) -> None:
+async def test_crash_is_reported_with_the_message_in_hand(place: Placement) -> None:
     heard = Heard()
     crashes: list[ActorCrashed] = []
     cast = [heard.part(), ActorSpec(placed.PLAYER, placed.player, AGAIN, place)]
@@ -164,7 +164,7 @@ async def test_a_crash_is_told_with_the_message_in_hand(place: Placement) -> Non
     assert [(crash.actor, crash.message_type, crash.message) for crash in crashes] == [("player", "Do", bad)]
 
 
-def test_a_simulation_tells_the_message_in_hand() -> None:
+def test_simulated_crash_is_reported_with_the_message_in_hand() -> None:
     crashes: list[ActorCrashed] = []
     simulation = Simulation(
         [Heard().part(), ActorSpec(placed.PLAYER, placed.player, AGAIN)], 1, on_crash=crashes.append
@@ -187,7 +187,7 @@ class Holder(Actor[placed.Note]):
 
 
 @on_each_loop
-async def test_what_a_crashed_actor_held_is_free_before_the_next_life_begins() -> None:
+async def test_crashed_actor_is_released_before_its_next_life_starts() -> None:
     held: list[weakref.ref[Holder]] = []
     alive: list[int] = []
 

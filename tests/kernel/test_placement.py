@@ -315,7 +315,7 @@ async def test_messages_cross_both_ways_in_order(place: Placement) -> None:
 
 @everywhere
 @played
-async def test_addresses_within_messages_work_at_the_other_end(place: Placement) -> None:
+async def test_addresses_in_messages_work_across_the_border(place: Placement) -> None:
     answers: list[asyncio.Future[Answer]] = [asyncio.get_running_loop().create_future() for _ in range(4)]
 
     class Once:
@@ -330,7 +330,7 @@ async def test_addresses_within_messages_work_at_the_other_end(place: Placement)
 
 @everywhere
 @played
-async def test_an_address_works_wherever_it_is_carried(place: Placement) -> None:
+async def test_forwarded_address_works_from_every_placement(place: Placement) -> None:
     """The way home too: through an actor elsewhere, another one elsewhere, and an actor that was spawned here."""
     spawned: list[object] = []
     home: Role[Note | Carry] = Role("home", Note | Carry, 10)
@@ -349,7 +349,7 @@ async def test_an_address_works_wherever_it_is_carried(place: Placement) -> None
 
 @everywhere
 @played
-async def test_an_actor_has_timers_threads_time_and_chance(place: Placement) -> None:
+async def test_placed_actor_has_timers_workers_clock_and_rng(place: Placement) -> None:
     chances = []
     for _ in range(2):
         async with theatre(place, ActorSpec(OTHER, player), chance=random.Random(7)) as stage:
@@ -375,7 +375,7 @@ async def _chance_at_home() -> float:
 
 @everywhere
 @played
-async def test_an_actor_watches_and_is_watched(place: Placement) -> None:
+async def test_placed_actor_watches_and_is_watched(place: Placement) -> None:
     async with theatre(place, ActorSpec(OTHER, player, PATIENT, place)) as stage:
         await stage.do("watch")
         stage.system.find(OTHER).tell(Do("raise", text="other"))
@@ -394,7 +394,7 @@ async def test_an_actor_watches_and_is_watched(place: Placement) -> None:
 @everywhere
 @pytest.mark.parametrize("where", ["", "in a process"])
 @played
-async def test_an_actor_spawns_another(place: Placement, where: str) -> None:
+async def test_placed_actor_spawns_another(place: Placement, where: str) -> None:
     async with theatre(place) as stage:
         stage.tell("spawn", 5, where)
         await until(lambda: stage.numbers() == [5])
@@ -404,7 +404,7 @@ async def test_an_actor_spawns_another(place: Placement, where: str) -> None:
 
 @elsewhere
 @played
-async def test_the_crash_of_a_spawned_actor_is_that_of_its_life(place: Placement) -> None:
+async def test_crash_of_a_spawned_actor_crashes_its_parent_life(place: Placement) -> None:
     async with theatre(place) as stage:
         stage.tell("spawn and tell", text="raise")
         assert "ValueError('child')" in (await stage.ended()).error
@@ -413,7 +413,7 @@ async def test_the_crash_of_a_spawned_actor_is_that_of_its_life(place: Placement
 
 @everywhere
 @played
-async def test_a_spawned_actors_address_is_good_for_others(place: Placement, gate: Gate) -> None:
+async def test_spawned_actors_address_works_for_others(place: Placement, gate: Gate) -> None:
     async with theatre(place) as stage:
         stage.tell("spawn and show")
         await until(lambda: stage.all(Carry))
@@ -435,7 +435,7 @@ async def test_a_spawned_actors_address_is_good_for_others(place: Placement, gat
 @everywhere
 @pytest.mark.parametrize("life", [InLoop(), OnThread()], ids=lambda place: type(place).__name__)
 @played
-async def test_a_spawned_actor_watches_those_of_the_cast(place: Placement, life: Placement) -> None:
+async def test_spawned_actor_watches_actors_of_the_system(place: Placement, life: Placement) -> None:
     """Until it has stopped, or the life that spawned it is over."""
     async with theatre(place, ActorSpec(OTHER, player, PATIENT, life)) as stage:
         stage.tell("spawn and tell", text="watch")
@@ -470,7 +470,7 @@ def _watchers(stage: Theatre) -> dict[str, int]:
 @everywhere
 @pytest.mark.parametrize("action", ["dismiss", "spawn that it dismisses"])
 @played
-async def test_an_actor_dismisses_those_of_the_cast(place: Placement, action: str) -> None:
+async def test_placed_actor_dismisses_actors_of_the_system(place: Placement, action: str) -> None:
     async with theatre(place, ActorSpec(OTHER, player, PATIENT, place)) as stage:
         for number in range(100):
             stage.system.find(OTHER).tell(Note(number))
@@ -484,7 +484,7 @@ async def test_an_actor_dismisses_those_of_the_cast(place: Placement, action: st
 @everywhere
 @pytest.mark.parametrize("drop", [False, True])
 @played
-async def test_an_actor_dismisses_itself(place: Placement, drop: bool) -> None:
+async def test_actor_dismisses_itself(place: Placement, drop: bool) -> None:
     async with theatre(place) as stage:
         stage.tell("dismiss", int(drop), "player")
         for number in range(100):
@@ -498,7 +498,7 @@ async def test_an_actor_dismisses_itself(place: Placement, drop: bool) -> None:
 
 @everywhere
 @played
-async def test_to_dismiss_nobody_is_a_mistake_and_to_dismiss_twice_is_none(place: Placement) -> None:
+async def test_dismissing_an_unknown_actor_raises_and_dismissing_twice_does_not(place: Placement) -> None:
     async with theatre(place, ActorSpec(OTHER, player)) as stage:
         stage.tell("dismiss", text="other")
         stage.tell("dismiss", text="other")
@@ -509,7 +509,7 @@ async def test_to_dismiss_nobody_is_a_mistake_and_to_dismiss_twice_is_none(place
 
 
 @played
-async def test_who_has_joined_or_left_the_cast_since_is_watched_and_dismissed_too() -> None:
+async def test_actors_that_joined_or_left_later_are_watched_and_dismissed() -> None:
     async with theatre(OnThread()) as stage:
         stage.system.spawn(ActorSpec(OTHER, player))
         await stage.do("watch")
@@ -524,7 +524,7 @@ async def test_who_has_joined_or_left_the_cast_since_is_watched_and_dismissed_to
 
 @elsewhere
 @played
-async def test_what_is_dropped_and_has_not_begun_is_not_handled(place: Placement, gate: Gate) -> None:
+async def test_dropped_messages_are_not_handled(place: Placement, gate: Gate) -> None:
     """Also of what was handed over, as much of it as the window holds."""
     async with theatre(place) as stage:
         stage.tell("gate", text=gate.path)
@@ -544,7 +544,7 @@ async def test_what_is_dropped_and_has_not_begun_is_not_handled(place: Placement
 
 @everywhere
 @played
-async def test_what_is_not_accepted_is_refused_at_the_sender(place: Placement) -> None:
+async def test_unaccepted_message_is_refused_at_the_sender(place: Placement) -> None:
     async with theatre(place) as stage:
         with pytest.raises(NotAccepted):
             stage.player.tell(Answer(1))  # type: ignore[arg-type]
@@ -556,7 +556,7 @@ async def test_what_is_not_accepted_is_refused_at_the_sender(place: Placement) -
 
 @everywhere
 @played
-async def test_urgent_messages_overtake_those_not_handed_over(place: Placement, gate: Gate) -> None:
+async def test_urgent_messages_overtake_messages_not_handed_over(place: Placement, gate: Gate) -> None:
     async with theatre(place) as stage:
         if isinstance(place, InLoop):
             stage.tell("later")
@@ -579,9 +579,7 @@ async def test_urgent_messages_overtake_those_not_handed_over(place: Placement, 
 
 @everywhere
 @played
-async def test_a_slow_handler_is_reported_by_the_actors_name(
-    place: Placement, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_slow_handler_is_reported_by_the_actors_name(place: Placement, caplog: pytest.LogCaptureFixture) -> None:
     async with theatre(place, slow_handler_seconds=0.0) as stage:
         stage.player.tell(Note(1))
         await until(lambda: "slow_handler" in caplog.text and "'Note'" in caplog.text)
@@ -591,7 +589,7 @@ async def test_a_slow_handler_is_reported_by_the_actors_name(
 
 @everywhere
 @on_each_loop
-async def test_a_crash_costs_the_message_being_handled(place: Placement, caplog: pytest.LogCaptureFixture) -> None:
+async def test_crash_loses_only_the_message_being_handled(place: Placement, caplog: pytest.LogCaptureFixture) -> None:
     """Those that wait, handed over or not, keep their order, and reach the next life."""
     async with theatre(place) as stage:
         for number in range(300):
@@ -610,7 +608,7 @@ async def test_a_crash_costs_the_message_being_handled(place: Placement, caplog:
 
 @everywhere
 @played
-async def test_a_constructor_that_raises_ends_the_start(place: Placement) -> None:
+async def test_raising_constructor_ends_the_start(place: Placement) -> None:
     with pytest.raises(ActorCrashed, match=r"'player' crashed on construction.*no such player") as caught:
         async with theatre(place, ActorSpec(OTHER, player, placement=place), build=broken):
             raise AssertionError("never started")
@@ -621,7 +619,7 @@ async def test_a_constructor_that_raises_ends_the_start(place: Placement) -> Non
 
 @everywhere
 @played
-async def test_a_constructor_that_raises_at_the_restart_is_another_crash(place: Placement, tmp_path: Path) -> None:
+async def test_raising_constructor_at_a_restart_is_another_crash(place: Placement, tmp_path: Path) -> None:
     build = partial(breaking, path=str(tmp_path / "life"))
     failures: list[ActorCrashed] = []
     with pytest.raises(ActorCrashed, match="there has been one"):
@@ -649,7 +647,7 @@ async def test_a_group_restarts_together(place: Placement, tmp_path: Path) -> No
 
 @everywhere
 @played
-async def test_several_actors_in_several_systems(place: Placement) -> None:
+async def test_placed_actors_of_several_systems_are_independent(place: Placement) -> None:
     async with theatre(place, ActorSpec(OTHER, player, placement=place)) as one, theatre(place) as two:
         whos = [await one.do("who"), await one.do("who", to=one.system.find(OTHER)), await two.do("who")]
         assert len(set(whos)) == (1 if isinstance(place, InLoop) else 2 if isinstance(place, OnThread) else 3)
@@ -663,7 +661,7 @@ async def test_several_actors_in_several_systems(place: Placement) -> None:
 
 @elsewhere
 @played
-async def test_a_dropped_address_is_forgotten(place: Placement) -> None:
+async def test_dropped_address_is_released(place: Placement) -> None:
     kept = _wires(lambda wire: len(wire._exported))
     async with theatre(place) as stage:
         for number in range(2000):
@@ -684,7 +682,7 @@ async def test_a_dropped_address_is_forgotten(place: Placement) -> None:
 
 @elsewhere
 @played
-async def test_an_address_of_a_life_that_is_over_keeps_nothing(place: Placement) -> None:
+async def test_address_held_by_an_ended_life_is_released(place: Placement) -> None:
     async with theatre(place) as stage:
         stage.tell("spawn and show")
         await until(lambda: stage.all(Carry))
@@ -729,7 +727,7 @@ class BackOfNumber(IntEnum):
 
 @elsewhere
 @played
-async def test_an_address_that_is_a_value_is_refused_at_the_sender(place: Placement) -> None:
+async def test_address_that_is_also_a_value_is_refused_at_the_sender(place: Placement) -> None:
     async with theatre(place) as stage:
         for address in (BackOfData(), BackOfFields(), BackOfNumber.ONE):
             with pytest.raises(NotSendable, match=r"Hold cannot be decoded: .*[aA]ddress"):
@@ -749,7 +747,7 @@ def _wires(of: Callable[[Wire], M]) -> Callable[[], list[M]]:
 
 @everywhere
 @played
-async def test_an_answer_after_the_asker_has_gone_is_harmless(place: Placement, gate: Gate) -> None:
+async def test_answer_to_an_ended_asker_is_ignored(place: Placement, gate: Gate) -> None:
     async with theatre(place) as stage:
         asked = asyncio.ensure_future(stage.do("later" if isinstance(place, InLoop) else "gate", text=gate.path))
         await asyncio.sleep(0)
@@ -765,7 +763,7 @@ async def test_an_answer_after_the_asker_has_gone_is_harmless(place: Placement, 
 
 @elsewhere
 @on_each_loop
-async def test_at_most_a_window_is_handed_over(place: Placement, gate: Gate) -> None:
+async def test_at_most_a_window_of_messages_is_handed_over(place: Placement, gate: Gate) -> None:
     taps: list[Event] = []
     async with theatre(place, role=Role("player", Protocol, 4, urgent=(Urgent,)), tap=taps.append) as stage:
         stage.tell("gate", text=gate.path)
@@ -798,7 +796,7 @@ async def test_at_most_a_window_is_handed_over(place: Placement, gate: Gate) -> 
 
 @elsewhere
 @played
-async def test_flooding_somebody_is_the_flooders_crash(place: Placement) -> None:
+async def test_flooding_a_full_mailbox_crashes_the_sender(place: Placement) -> None:
     quiet: list[object] = []
 
     async with theatre(place, ActorSpec(OTHER, player, placement=place), _crowded(quiet)) as stage:
@@ -818,7 +816,7 @@ def _crowded(heard: list[object]) -> ActorSpec[Note]:
 
 @elsewhere
 @played
-async def test_what_cannot_be_sent_is_refused_at_the_sender(place: OnThread | InProcess) -> None:
+async def test_unsendable_message_is_refused_at_the_sender(place: OnThread | InProcess) -> None:
     async with theatre(replace(place, message_bytes_max=1000)) as stage:
         stage.player.tell(Padded(bytes(900)))
         with pytest.raises(MessageTooLarge, match=r"Padded has 1\d\d\d bytes; 1000 may cross"):
@@ -840,7 +838,7 @@ async def test_what_cannot_be_sent_is_refused_at_the_sender(place: OnThread | In
 
 @elsewhere
 @played
-async def test_what_the_kernel_says_is_never_too_large(place: OnThread | InProcess) -> None:
+async def test_kernel_messages_are_never_too_large(place: OnThread | InProcess) -> None:
     async with theatre(replace(place, message_bytes_max=300), ActorSpec(OTHER, player, PATIENT, InLoop())) as stage:
         await stage.do("watch")
         stage.system.find(OTHER).tell(Do("raise", text="x" * 1000))
@@ -856,7 +854,7 @@ class Unresolved(msgspec.Struct, frozen=True, tag=True):
 
 @elsewhere
 @played
-async def test_a_protocol_that_cannot_be_read_ends_the_start(place: Placement) -> None:
+async def test_unresolvable_protocol_ends_the_start(place: Placement) -> None:
     role: Role[Never] = Role("unreadable", Unresolved, 1)
     with pytest.raises(NotSendable, match="Unresolved cannot be resolved"):
         async with theatre(place, ActorSpec(role, player)):
@@ -868,7 +866,7 @@ _NAMELESS = eval("lambda context: Player(context)", {"Player": Player})
 
 @pytest.mark.parametrize("build", [_NAMELESS, partial(_NAMELESS)])
 @played
-async def test_a_build_that_nobody_can_import_ends_the_start(build: Callable[[Context[Protocol]], Player]) -> None:
+async def test_build_that_cannot_be_imported_ends_the_start(build: Callable[[Context[Protocol]], Player]) -> None:
     with pytest.raises(NotSendable, match="'player' cannot be imported"):
         async with theatre(InProcess(), build=build):
             raise AssertionError("never started")
@@ -878,7 +876,7 @@ async def test_a_build_that_nobody_can_import_ends_the_start(build: Callable[[Co
 
 @elsewhere
 @played
-async def test_the_words_of_an_error_are_bounded_and_plain(place: Placement) -> None:
+async def test_error_text_is_bounded_and_encodable(place: Placement) -> None:
     async with theatre(place) as stage:
         stage.tell("surrogates", 1_000_000)
         assert 30_000 < len((await stage.ended()).error) < 40_000
@@ -927,7 +925,7 @@ KILLED = "it was killed: no longer wanted"
 
 @everywhere
 @on_each_loop
-async def test_a_killed_actor_has_crashed(place: Placement) -> None:
+async def test_killed_placed_actor_has_crashed(place: Placement) -> None:
     async with theatre(place) as stage:
         for number in range(10):
             stage.player.tell(Note(number))
@@ -942,7 +940,7 @@ async def test_a_killed_actor_has_crashed(place: Placement) -> None:
 
 @everywhere
 @played
-async def test_a_kill_loses_what_a_process_was_given_and_nothing_else(place: Placement, tmp_path: Path) -> None:
+async def test_kill_loses_only_messages_handed_to_the_process(place: Placement, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     async with theatre(place) as stage:
@@ -967,7 +965,7 @@ async def test_a_kill_loses_what_a_process_was_given_and_nothing_else(place: Pla
 
 
 @played
-async def test_a_process_is_killed_even_where_its_handler_hangs_in_native_code(tmp_path: Path) -> None:
+async def test_process_is_killed_where_its_handler_hangs_in_native_code(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     async with theatre(InProcess()) as stage:
         stage.tell("hang", text=str(file))
@@ -980,7 +978,7 @@ async def test_a_process_is_killed_even_where_its_handler_hangs_in_native_code(t
 
 
 @played
-async def test_a_process_is_killed_while_its_constructor_waits(tmp_path: Path) -> None:
+async def test_process_is_killed_while_its_constructor_waits(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     async with theatre(InLoop()) as stage:
@@ -1019,7 +1017,7 @@ async def test_a_placed_actor_kills_others_and_itself(place: Placement, where: P
 
 @elsewhere
 @played
-async def test_an_actor_kills_one_that_it_has_spawned_there(place: Placement) -> None:
+async def test_placed_actor_kills_an_actor_that_it_spawned(place: Placement) -> None:
     async with theatre(place) as stage:
         stage.tell("spawn", 5)
         stage.tell("kill", text="child")
@@ -1028,7 +1026,7 @@ async def test_an_actor_kills_one_that_it_has_spawned_there(place: Placement) ->
 
 @elsewhere
 @on_each_loop
-async def test_an_actor_that_exits_has_crashed(place: Placement) -> None:
+async def test_actor_that_exits_has_crashed(place: Placement) -> None:
     async with theatre(place) as stage:
         for life, number in enumerate((0, 3), 1):
             stage.tell("exit", number)
@@ -1040,7 +1038,7 @@ async def test_an_actor_that_exits_has_crashed(place: Placement) -> None:
 
 @elsewhere
 @played
-async def test_a_constructor_that_exits_has_crashed(place: Placement) -> None:
+async def test_constructor_that_exits_is_a_crash(place: Placement) -> None:
     with pytest.raises(ActorCrashed, match=r"crashed on construction: RemoteError\('SystemExit\(3\)'\)"):
         async with theatre(place, build=partial(dying, action="exit", number=3)):
             raise AssertionError("never started")
@@ -1048,7 +1046,7 @@ async def test_a_constructor_that_exits_has_crashed(place: Placement) -> None:
 
 @pytest.mark.parametrize("action", ["signal", "exit at once"])
 @played
-async def test_a_death_while_the_rest_is_handled_is_not_taken_for_a_stop(action: str, gate: Gate) -> None:
+async def test_death_while_draining_is_not_taken_for_a_stop(action: str, gate: Gate) -> None:
     with pytest.raises(ActorCrashed, match="its process"):
         async with theatre(InProcess(), restart_policy=RestartPolicy()) as stage:
             stage.tell("gate", text=gate.path)
@@ -1073,7 +1071,7 @@ async def test_a_death_while_the_rest_is_handled_is_not_taken_for_a_stop(action:
     ids=["exit", "exit in order", "kill", "abort"],
 )
 @played
-async def test_a_death_while_starting(build: Callable[[Context[Protocol]], Player], words: str) -> None:
+async def test_death_while_starting_ends_the_start(build: Callable[[Context[Protocol]], Player], words: str) -> None:
     with pytest.raises(ActorCrashed, match=f"died: its process {words}"):
         async with theatre(InProcess(), build=build):
             raise AssertionError("never started")
@@ -1081,7 +1079,7 @@ async def test_a_death_while_starting(build: Callable[[Context[Protocol]], Playe
 
 @pytest.mark.parametrize("program", ["exit 7", "kill -9 $$"])
 @on_each_loop
-async def test_an_interpreter_that_does_not_start(
+async def test_interpreter_that_does_not_start_ends_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str
 ) -> None:
     (tmp_path / "python").write_text(f"#!/bin/sh\n{program}\n")
@@ -1093,7 +1091,7 @@ async def test_an_interpreter_that_does_not_start(
 
 
 @played
-async def test_no_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_missing_interpreter_ends_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async with theatre(InProcess(), restart_policy=RestartPolicy(1000, backoff_max_seconds=0.05)) as stage:
         monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
         stage.tell("raise")
@@ -1104,7 +1102,7 @@ async def test_no_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 @played
-async def test_no_descriptor_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lack_of_descriptors_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left() -> Never:
         raise OSError(24, "Too many open files")
 
@@ -1115,7 +1113,7 @@ async def test_no_descriptor_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @on_each_loop
-async def test_garbage_from_a_process_is_its_crash() -> None:
+async def test_undecodable_bytes_from_a_process_are_its_crash() -> None:
     async with theatre(InProcess()) as stage:
         for crash, data in enumerate(("0000000130", "ffffffff00", "000000029206"), 1):
             stage.tell("garbage", text=data)
@@ -1126,7 +1124,7 @@ async def test_garbage_from_a_process_is_its_crash() -> None:
 
 
 @played
-async def test_a_descendant_that_keeps_the_socket_delays_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_descendant_that_keeps_the_socket_delays_the_stop_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuelight.kernel.placement.remote._LAST_FRAMES_SECONDS", 0.01)
     async with theatre(InProcess()) as stage:
         pid = (await stage.do("who")).number
@@ -1145,7 +1143,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 @on_each_loop
-async def test_killed_amid_traffic_again_and_again() -> None:
+async def test_repeated_kills_amid_traffic_lose_only_a_window_each() -> None:
     """Every death is noticed; what is heard keeps its order, nothing is heard twice, and little is lost."""
     chance = random.Random(KILLS)
     sent = 0
@@ -1176,7 +1174,7 @@ async def test_killed_amid_traffic_again_and_again() -> None:
 
 
 @played
-async def test_a_process_inherits_nothing_but_output_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_inherits_nothing_but_output_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUELIGHT_TEST_WORD", "inherited")
     files = [os.open("/dev/zero", os.O_RDONLY) for _ in range(20)]
     for file in files[::2]:
@@ -1224,7 +1222,7 @@ async def test_stop_with_a_timeout_does_not_wait_for_a_constructor(place: Placem
 
 @elsewhere
 @played
-async def test_a_cancelled_host_ends_what_it_has_placed(place: Placement, gate: Gate) -> None:
+async def test_cancelled_host_ends_its_placed_actors(place: Placement, gate: Gate) -> None:
     async def host() -> None:
         async with theatre(place) as stage:
             stage.tell("gate", text=gate.path)
@@ -1241,7 +1239,7 @@ async def test_a_cancelled_host_ends_what_it_has_placed(place: Placement, gate: 
 @elsewhere
 @pytest.mark.parametrize("turns", [1, 3, 6])
 @on_each_loop
-async def test_cancelled_while_starting(place: Placement, turns: int, tmp_path: Path) -> None:
+async def test_start_cancelled_at_any_turn_leaves_nothing(place: Placement, turns: int, tmp_path: Path) -> None:
     system = System([_sink_part([]), ActorSpec(PLAYER, player, PATIENT, place)])
     starting = asyncio.ensure_future(system.start())
     for _ in range(turns):
@@ -1261,7 +1259,7 @@ def _sink_part(heard: list[object]) -> ActorSpec[Never]:
 
 @elsewhere
 @played
-async def test_cancelled_while_a_constructor_runs(place: Placement, gate: Gate) -> None:
+async def test_start_cancelled_while_a_constructor_runs_leaves_nothing(place: Placement, gate: Gate) -> None:
     system = System([_sink_part([]), ActorSpec(PLAYER, partial(gated, path=gate.path), PATIENT, place)])
     starting = asyncio.ensure_future(system.start())
     await until(gate.is_reached)
@@ -1274,7 +1272,7 @@ async def test_cancelled_while_a_constructor_runs(place: Placement, gate: Gate) 
 
 @elsewhere
 @played
-async def test_stopped_while_a_restart_is_under_way(place: Placement, gate: Gate, tmp_path: Path) -> None:
+async def test_stop_while_a_restart_is_under_way_leaves_nothing(place: Placement, gate: Gate, tmp_path: Path) -> None:
     async with theatre(place, restart_policy=PATIENT) as stage:
         slot = stage.system._slots["player"]
         slot.part = replace(slot.part, build=partial(gated, path=gate.path))  # type: ignore[arg-type]  # of whatever protocol
@@ -1288,7 +1286,7 @@ async def test_stopped_while_a_restart_is_under_way(place: Placement, gate: Gate
 
 @elsewhere
 @played
-async def test_spawned_and_dismissed_from_outside(place: Placement) -> None:
+async def test_placed_actor_is_spawned_and_dismissed_from_outside(place: Placement) -> None:
     async with theatre(InLoop()) as stage:
         child = stage.system.spawn(ActorSpec(CHILD, player, placement=place))
         for number in range(100):
@@ -1302,7 +1300,7 @@ async def test_spawned_and_dismissed_from_outside(place: Placement) -> None:
 
 @elsewhere
 @played
-async def test_a_spawned_actor_that_cannot_be_built_has_crashed(place: Placement) -> None:
+async def test_spawned_actor_that_cannot_be_built_has_crashed(place: Placement) -> None:
     with pytest.raises(ActorCrashed, match="no such player"):
         async with theatre(InLoop()) as stage:
             stage.system.spawn(ActorSpec(OTHER, broken, placement=place))
@@ -1326,7 +1324,7 @@ def test_a_system_in_a_loop_of_its_own_thread(place: Placement) -> None:
 
 
 @played
-async def test_what_runs_at_the_exit_of_a_process_is_run(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_exit_handlers_of_a_process_run(capfd: pytest.CaptureFixture[str]) -> None:
     async with theatre(InProcess()) as stage:
         await stage.do("print at exit", text="to be or not to be")
         stage.tell("raise")
@@ -1380,27 +1378,27 @@ def outcome(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=NET_SECONDS, check=False)
 
 
-def test_an_actor_of_a_script_that_is_guarded(tmp_path: Path) -> None:
+def test_actor_of_a_guarded_script_starts(tmp_path: Path) -> None:
     done = outcome(program(tmp_path, "script.py", ACTORS, GUARDED), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split()[::2] == ["hello", "__mp_main__"]
 
 
-def test_a_script_that_is_not_guarded_is_told_so(tmp_path: Path) -> None:
+def test_unguarded_script_fails_with_an_explanation(tmp_path: Path) -> None:
     done = outcome(program(tmp_path, "script.py", ACTORS, "asyncio.run(show('hello'))\n"), cwd=tmp_path)
     assert done.returncode == 1
     assert "which starts a system: guard it" in done.stderr
     assert done.stdout == ""
 
 
-def test_a_script_whose_actors_live_in_a_module_needs_no_guard(tmp_path: Path) -> None:
+def test_script_with_actors_in_a_module_needs_no_guard(tmp_path: Path) -> None:
     program(tmp_path, "actors.py", ACTORS)
     done = outcome(program(tmp_path, "script.py", "import actors\nactors.asyncio.run(actors.show('a'))"), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split()[::2] == ["a", "actors"]
 
 
-def test_a_module_that_is_run(tmp_path: Path) -> None:
+def test_actor_of_a_module_run_as_a_program_starts(tmp_path: Path) -> None:
     program(tmp_path, "package/__init__.py", "")
     program(tmp_path, "package/module.py", ACTORS, GUARDED)
     done = outcome("-m", "package.module", cwd=tmp_path)
@@ -1408,7 +1406,7 @@ def test_a_module_that_is_run(tmp_path: Path) -> None:
     assert done.stdout.split()[::2] == ["hello", "__mp_main__"]
 
 
-def test_a_program_on_the_command_line(tmp_path: Path) -> None:
+def test_actor_of_a_program_on_the_command_line_is_refused(tmp_path: Path) -> None:
     program(tmp_path, "actors.py", ACTORS)
     done = outcome("-c", "import actors\nactors.asyncio.run(actors.show('a'))", cwd=tmp_path)
     assert (done.returncode, done.stderr, done.stdout.split()[::2]) == (0, "", ["a", "actors"])
@@ -1418,9 +1416,7 @@ def test_a_program_on_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
-def test_a_parent_without_outputs_or_directory_has_children_all_the_same(
-    tmp_path: Path, closed: tuple[int, ...]
-) -> None:
+def test_parent_without_outputs_or_directory_starts_processes(tmp_path: Path, closed: tuple[int, ...]) -> None:
     script = """
         import asyncio, os
         from cuelight.kernel import *
@@ -1498,7 +1494,7 @@ def test_processes_end_with_a_parent_that_does_not_stop_them(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("runner", ["asyncio", "uvloop"])
-def test_an_interrupt_is_the_parents_to_act_upon(tmp_path: Path, runner: str) -> None:
+def test_interrupt_is_handled_by_the_parent_alone(tmp_path: Path, runner: str) -> None:
     program(tmp_path, "actors.py", ACTORS)
     script = program(
         tmp_path, "script.py", f"import actors, {runner}\n{runner}.run(actors.show('hello', forever=True))"

@@ -158,14 +158,14 @@ def crash_on(number: int) -> Play:
 # One seed, one history.
 
 
-def test_a_seed_gives_one_history_and_another_seed_another() -> None:
+def test_seed_determines_the_history() -> None:
     texts = [run_history(seed, record=True)[0].history for seed in (3, 3, 4)]
     assert len(texts[0]) > 1000
     assert texts[0] == texts[1]
     assert texts[0] != texts[2]
 
 
-def test_a_history_is_the_same_in_a_fresh_interpreter_with_other_hashes() -> None:
+def test_history_is_the_same_in_a_fresh_interpreter_with_other_hashes() -> None:
     def digest(seed: int) -> str:
         return hashlib.sha256(run_history(seed, record=True)[0].history).hexdigest()
 
@@ -186,7 +186,7 @@ def test_a_history_is_the_same_in_a_fresh_interpreter_with_other_hashes() -> Non
         assert done.stdout.split() == [digest(seed) for seed in range(5)]
 
 
-def test_a_history_holds_what_can_be_encoded_and_the_type_of_all_else() -> None:
+def test_history_holds_encodable_messages_and_the_types_of_others() -> None:
     stranger: Recorder[Note] = Recorder()
     simulation = Troupe().add("actor").open()
     for message in (Question(stranger), Question(simulation.find(role("actor"))), Parcel(object()), Parcel(2**100)):
@@ -204,7 +204,7 @@ def test_a_history_holds_what_can_be_encoded_and_the_type_of_all_else() -> None:
     ]
 
 
-def test_a_history_does_not_say_where_in_memory_anything_was() -> None:
+def test_history_contains_no_memory_addresses() -> None:
     objects: list[object] = []  # all stay alive, so that each has a place of its own
 
     def place() -> str:
@@ -235,7 +235,7 @@ def test_a_history_does_not_say_where_in_memory_anything_was() -> None:
     assert first.count(b"<object object at 0x>") == 7
 
 
-def test_nothing_is_recorded_where_nobody_wants_it() -> None:
+def test_nothing_is_recorded_without_record() -> None:
     simulation = Simulation(Troupe().add("actor").parts, 0, record=False)
     tell_all(simulation, "actor", 3)
     simulation.run()
@@ -250,7 +250,7 @@ def test_histories_lose_no_more_than_promised() -> None:
     for_each_seed(range(HISTORIES), run_history)
 
 
-def test_histories_have_all_that_can_happen() -> None:
+def test_histories_contain_every_kind_of_event() -> None:
     """Else the one above would say little."""
     kinds: set[str] = set()
     lost = refused = failures = 0
@@ -354,7 +354,7 @@ def test_a_failing_trial_names_its_seed() -> None:
 # Time.
 
 
-def test_time_stands_still_and_jumps() -> None:
+def test_virtual_time_stops_in_handlers_and_jumps_to_the_next_timer() -> None:
     seen: list[tuple[float, object]] = []
 
     def play(player: Player, message: object) -> None:
@@ -389,7 +389,7 @@ def test_timers_end_with_the_life_that_set_them() -> None:
     assert troupe.lines("actor") == ["built", "started", "0", "built", "started", "1"]
 
 
-def test_whoever_never_rests_is_told_so() -> None:
+def test_actor_that_never_rests_is_reported() -> None:
     def play(player: Player, message: object) -> None:
         player.context.after(1.0, Note(0))
 
@@ -417,7 +417,7 @@ def _working(player: Player, message: object) -> None:
             worker.submit(partial(work, number), done=lambda n: Note(10 + n), failed=lambda _: Note(99))
 
 
-def test_a_worker_does_its_jobs_in_order_at_drawn_moments() -> None:
+def test_worker_runs_jobs_in_order_at_drawn_times() -> None:
     orders = set()
     for seed in range(10):
         troupe = Troupe().add("actor", _working)
@@ -430,7 +430,7 @@ def test_a_worker_does_its_jobs_in_order_at_drawn_moments() -> None:
     assert len(orders) > 3
 
 
-def test_a_worker_that_outlives_its_actor_tells_nobody() -> None:
+def test_worker_that_outlives_its_actor_posts_nothing() -> None:
     def play(player: Player, message: object) -> None:
         _working(player, message)
         crash_on(0)(player, message)
@@ -466,7 +466,9 @@ def test_a_worker_that_outlives_its_actor_tells_nobody() -> None:
     ],
 )
 @pytest.mark.parametrize("placement", [InLoop(), OnThread(), InProcess()])
-def test_who_restarts_with_whom(strategy: Strategy, leaving: list[str], built: list[str], placement: Placement) -> None:
+def test_strategy_selects_the_actors_that_restart(
+    strategy: Strategy, leaving: list[str], built: list[str], placement: Placement
+) -> None:
     for seed in range(10):
         troupe = Troupe()
         for name in "abcd":
@@ -509,7 +511,7 @@ def test_a_crash_beyond_the_restart_policy_ends_everything() -> None:
     assert simulation.statistics()["sink"].dropped == 1
 
 
-def test_a_constructor_that_crashes_again_claims_those_not_yet_built() -> None:
+def test_constructor_that_crashes_again_restarts_the_whole_group() -> None:
     """Everybody restarts with the sink, also when the sink's second life fails while the others wait for theirs."""
     built: list[str] = []
 
@@ -530,7 +532,7 @@ def test_a_constructor_that_crashes_again_claims_those_not_yet_built() -> None:
         assert built == ["sink", "source", "sink", "sink", "source"]
 
 
-def test_who_watches_hears_the_end_after_all_that_came_before() -> None:
+def test_watcher_receives_terminated_after_all_earlier_messages() -> None:
     def play(player: Player, message: object) -> None:
         sink = player.context.find(role("sink"))
         if isinstance(message, Note):
@@ -585,7 +587,7 @@ def test_stopping_drains_sources_first() -> None:
         ]
 
 
-def test_actors_come_and_go() -> None:
+def test_actors_are_spawned_and_dismissed() -> None:
     troupe = Troupe()
 
     def play(player: Player, message: object) -> None:
@@ -609,7 +611,7 @@ def test_actors_come_and_go() -> None:
     assert simulation.spawn(troupe.part("late")).is_stopped
 
 
-def test_who_cannot_be_built_is_not_spawned() -> None:
+def test_actor_whose_build_raises_is_not_spawned() -> None:
     def build(_context: Context[Messages]) -> Actor[Messages]:
         raise RuntimeError("no")
 
@@ -624,7 +626,7 @@ def test_who_cannot_be_built_is_not_spawned() -> None:
     assert simulation.failure is not None, "where it lives elsewhere, it crashes later"
 
 
-def test_who_cannot_be_sent_anything_is_not_spawned() -> None:
+def test_actor_with_an_unsendable_protocol_is_not_spawned() -> None:
     simulation = Troupe().add("host").open()
     unresolvable = type("Unresolvable", (), {"__annotations__": {"field": "Nowhere"}})
     with pytest.raises(NotSendable, match="Nowhere"):
@@ -652,7 +654,7 @@ def test_a_dismissed_actor_does_not_come_back() -> None:
 # Messages on their way.
 
 
-def test_delays_keep_each_senders_order_and_nothing_more() -> None:
+def test_delays_keep_only_each_senders_order() -> None:
     def play(player: Player, message: object) -> None:
         if message is None:
             for number in range(10):
@@ -676,7 +678,7 @@ def test_delays_keep_each_senders_order_and_nothing_more() -> None:
     assert len(mixtures) == 20
 
 
-def test_what_is_under_way_counts_against_the_capacity() -> None:
+def test_delayed_messages_count_against_the_capacity() -> None:
     for seed in range(10):
         simulation = Troupe().add("actor", capacity=5).open(seed, Faults(delay_seconds_max=1.0))
         tell_all(simulation, "actor", 5)
@@ -687,7 +689,7 @@ def test_what_is_under_way_counts_against_the_capacity() -> None:
 
 
 @pytest.mark.parametrize("placement", [OnThread(), InProcess()])
-def test_what_cannot_be_sent_is_refused_at_the_sender(placement: Placement) -> None:
+def test_unsendable_message_is_refused_at_the_sender(placement: Placement) -> None:
     def play(player: Player, message: object) -> None:
         if isinstance(message, Parcel):
             player.context.find(role("away")).tell(message)
@@ -704,7 +706,7 @@ def test_what_cannot_be_sent_is_refused_at_the_sender(placement: Placement) -> N
     assert isinstance(simulation.failure.__cause__, NotSendable)
 
 
-def test_what_an_actor_elsewhere_tells_must_be_sendable_too() -> None:
+def test_unsendable_message_of_a_placed_actor_is_refused() -> None:
     def play(player: Player, message: object) -> None:
         if message is not None:
             player.context.find(role("home")).tell(Parcel(object()))
@@ -746,7 +748,7 @@ def test_addresses_cross_and_copies_arrive() -> None:
     assert "does not accept Urgent" in str(simulation.failure), "its type says that it takes notes"
 
 
-def test_what_an_actor_elsewhere_tells_itself_dies_with_it() -> None:
+def test_messages_of_a_placed_actor_to_itself_end_with_its_life() -> None:
     def play(player: Player, message: object) -> None:
         if message == Note(0):
             player.context.ref.tell(Note(10))
@@ -763,7 +765,7 @@ def test_what_an_actor_elsewhere_tells_itself_dies_with_it() -> None:
 # Faults.
 
 
-def test_a_crash_strikes_before_within_or_after_a_handler() -> None:
+def test_injected_crash_comes_before_within_or_after_a_handler() -> None:
     def play(player: Player, message: object) -> None:
         if isinstance(message, Note):
             for number in range(3):
@@ -786,7 +788,7 @@ def test_a_crash_strikes_before_within_or_after_a_handler() -> None:
     assert lines == {(), ("0",), ("0", "done")}
 
 
-def test_a_handler_cannot_go_on_after_a_crash() -> None:
+def test_handler_cannot_suppress_an_injected_crash() -> None:
     def play(player: Player, message: object) -> None:
         if isinstance(message, Note):
             for _ in range(10):
@@ -800,7 +802,7 @@ def test_a_handler_cannot_go_on_after_a_crash() -> None:
     assert isinstance(simulation.failure.__cause__, SimulatedCrash)
 
 
-def test_a_kill_takes_along_what_was_handed_over_and_no_more() -> None:
+def test_kill_loses_only_messages_handed_over() -> None:
     counts = set()
     for seed in range(40):
         troupe = Troupe().add("away", None, MANY, InProcess()).add("home")
@@ -819,7 +821,7 @@ def test_a_kill_takes_along_what_was_handed_over_and_no_more() -> None:
     assert max(counts) > WINDOW // 2
 
 
-def test_a_process_that_is_killed_once_loses_no_more_than_the_window() -> None:
+def test_one_kill_loses_at_most_a_window() -> None:
     losses = set()
     for seed in range(200):
         troupe = Troupe().add("away", None, RestartPolicy(), InProcess())
@@ -832,7 +834,7 @@ def test_a_process_that_is_killed_once_loses_no_more_than_the_window() -> None:
     assert (min(losses), max(losses)) == (1, WINDOW)
 
 
-def test_a_kill_may_take_the_last_that_was_told_and_is_still_under_way() -> None:
+def test_kill_may_lose_the_last_messages_under_way() -> None:
     def play(player: Player, message: object) -> None:
         if isinstance(message, Note):
             for number in range(10):
@@ -851,7 +853,7 @@ def test_a_kill_may_take_the_last_that_was_told_and_is_still_under_way() -> None
 
 
 @pytest.mark.parametrize("placement", [InLoop(), OnThread(), InProcess()])
-def test_a_kill_ends_a_life_as_a_crash(placement: Placement) -> None:
+def test_kill_ends_a_life_as_a_crash(placement: Placement) -> None:
     def play(player: Player, message: object) -> None:
         if message == Note(50):
             player.context.kill(role("other"), "as planned")
@@ -888,7 +890,7 @@ def test_a_kill_beyond_the_restart_policy_ends_everything() -> None:
     assert troupe.lines("actor") == ["built", "started"]
 
 
-def test_what_the_tap_raises_comes_out() -> None:
+def test_error_of_the_tap_is_raised() -> None:
     def tap(event: Event) -> None:
         assert not isinstance(event, Delivered), "seen"
 

@@ -60,7 +60,7 @@ def born(*lives: str) -> list[str]:
 # The rule.
 
 
-def test_each_restart_in_the_window_waits_twice_as_long_up_to_a_maximum() -> None:
+def test_backoff_doubles_in_the_window_up_to_a_maximum() -> None:
     restart_policy = RestartPolicy(restarts_max=100, window_seconds=60.0, backoff_seconds=0.1, backoff_max_seconds=1.0)
     crashes: list[float] = []
     delays = [restart_delay(restart_policy, crashes, number * 0.1, Steady(0.0)) for number in range(100)]
@@ -68,7 +68,7 @@ def test_each_restart_in_the_window_waits_twice_as_long_up_to_a_maximum() -> Non
     assert set(delays[4:]) == {1.0}
 
 
-def test_a_random_part_of_up_to_a_half_is_left_out_of_a_wait() -> None:
+def test_jitter_shortens_the_backoff_by_up_to_half() -> None:
     restart_policy = RestartPolicy(restarts_max=1000, backoff_seconds=1.0, backoff_max_seconds=1.0)
     chance, same = random.Random(3), random.Random(3)
     crashes: list[float] = []
@@ -92,7 +92,7 @@ def test_old_crashes_leave_the_window() -> None:
     assert delay(30.0) == 0.1  # a long peace, and the wait is short again
 
 
-def test_each_actors_crashes_are_its_own() -> None:
+def test_crashes_are_counted_per_actor() -> None:
     restart_policy, chance = RestartPolicy(restarts_max=1), Steady(0.0)
     crashes: dict[str, list[float]] = {"a": [], "b": []}
     assert restart_delay(restart_policy, crashes["a"], 0.0, chance) is not None
@@ -102,7 +102,7 @@ def test_each_actors_crashes_are_its_own() -> None:
 
 
 @on_each_loop
-async def test_whoever_takes_over_a_role_begins_without_the_crashes_of_another() -> None:
+async def test_new_actor_of_a_role_starts_without_earlier_crashes() -> None:
     once = RestartPolicy(restarts_max=1)
     troupe = Troupe(a=AGAIN)
     async with troupe.system as system:
@@ -126,7 +126,7 @@ async def test_whoever_takes_over_a_role_begins_without_the_crashes_of_another()
         {"backoff_seconds": 2.0, "backoff_max_seconds": 1.0},
     ],
 )
-def test_a_fate_makes_sense(wrong: dict[str, float]) -> None:
+def test_invalid_restart_policy_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(AssertionError):
         RestartPolicy(**wrong)
 
@@ -170,7 +170,7 @@ async def test_a_crash_restarts_those_of_its_strategy(
 
 
 @on_each_loop
-async def test_a_restart_waits_until_those_who_leave_have_left() -> None:
+async def test_group_restart_waits_until_all_lives_have_ended() -> None:
     """Whoever must leave finishes the message it is at, and no more; the others wait for it, however long it takes."""
     troupe = Troupe(a=AGAIN, b=REST, c=AGAIN)
     async with troupe.system:
@@ -188,7 +188,7 @@ async def test_a_restart_waits_until_those_who_leave_have_left() -> None:
 
 
 @on_each_loop
-async def test_a_life_is_told_of_from_its_beginning_to_its_end() -> None:
+async def test_tap_receives_start_and_end_of_each_life() -> None:
     troupe = Troupe(a=AGAIN, b=ALL)
     async with troupe.system:
         await troupe.pass_time(0)
@@ -235,7 +235,7 @@ async def test_a_killed_life_ends_as_a_crash_between_two_messages() -> None:
 
 
 @on_each_loop
-async def test_an_actor_that_kills_itself_handles_no_more_in_this_life() -> None:
+async def test_actor_that_kills_itself_handles_no_more_messages_in_this_life() -> None:
     troupe = Troupe(a=AGAIN)
     async with troupe.system:
         await troupe.pass_time(0)
@@ -246,7 +246,7 @@ async def test_an_actor_that_kills_itself_handles_no_more_in_this_life() -> None
 
 
 @on_each_loop
-async def test_what_follows_a_kill_is_said_in_the_fate() -> None:
+async def test_restart_policy_applies_to_a_kill() -> None:
     troupe = Troupe(a=AGAIN, b=RestartPolicy(restarts_max=1))
     with pytest.raises(ActorCrashed, match="actor 'b' died: it was killed: once more"):
         async with troupe.system as system:
@@ -261,7 +261,7 @@ async def test_what_follows_a_kill_is_said_in_the_fate() -> None:
 
 
 @on_each_loop
-async def test_where_no_life_is_lived_there_is_nobody_to_kill() -> None:
+async def test_kill_between_two_lives_is_refused() -> None:
     troupe = Troupe(a=AGAIN)
     async with troupe.system as system:
         await troupe.pass_time(0)
@@ -294,7 +294,7 @@ async def test_a_killed_actors_threads_and_timers_end_with_it() -> None:
 
 
 @on_each_loop
-async def test_what_others_told_it_survives_and_the_message_it_broke_on_does_not() -> None:
+async def test_mailbox_survives_a_crash_and_the_message_in_hand_does_not() -> None:
     troupe = Troupe(a=AGAIN)
 
     def act(context: Context[object]) -> None:
@@ -315,7 +315,7 @@ async def test_what_others_told_it_survives_and_the_message_it_broke_on_does_not
 
 
 @on_each_loop
-async def test_the_timers_of_a_life_die_with_it() -> None:
+async def test_timers_of_a_life_end_with_it() -> None:
     troupe = Troupe(a=AGAIN)
 
     def act(context: Context[object]) -> None:
@@ -336,7 +336,7 @@ async def test_the_timers_of_a_life_die_with_it() -> None:
 
 
 @on_each_loop
-async def test_what_the_workers_of_a_life_have_to_say_dies_with_it() -> None:
+async def test_worker_results_of_a_life_end_with_it() -> None:
     troupe = Troupe(a=AGAIN)
     begun, may_end, ran = threading.Event(), threading.Event(), threading.Event()
 
@@ -390,7 +390,7 @@ async def test_a_question_asked_before_the_crash_is_answered_after_it() -> None:
 
 
 @on_each_loop
-async def test_waits_are_those_of_the_injected_clock_and_chance() -> None:
+async def test_backoff_uses_the_injected_clock_and_rng() -> None:
     troupe = Troupe(a=RestartPolicy(restarts_max=5, backoff_seconds=1.0, backoff_max_seconds=5.0), chance=Steady(0.5))
     async with troupe.system:
         for wait in (0.75, 1.5, 3.0, 3.75, 3.75):
@@ -402,7 +402,7 @@ async def test_waits_are_those_of_the_injected_clock_and_chance() -> None:
 
 
 @on_each_loop
-async def test_one_crash_too_many_in_the_window_ends_the_system() -> None:
+async def test_more_than_restarts_max_crashes_in_the_window_end_the_system() -> None:
     troupe = Troupe(sink=AGAIN, a=RestartPolicy(restarts_max=2, window_seconds=10.0, backoff_seconds=0.0))
     with pytest.raises(ActorCrashed) as caught:
         async with troupe.system:
@@ -419,7 +419,7 @@ async def test_one_crash_too_many_in_the_window_ends_the_system() -> None:
 
 
 @on_each_loop
-async def test_a_constructor_that_raises_at_a_restart_is_tried_again() -> None:
+async def test_raising_constructor_at_a_restart_is_retried() -> None:
     troupe = Troupe(a=AGAIN, b=RestartPolicy(restarts_max=3, backoff_seconds=0.1))
     async with troupe.system:
         await troupe.pass_time(0)
@@ -436,7 +436,7 @@ async def test_a_constructor_that_raises_at_a_restart_is_tried_again() -> None:
 
 @on_each_loop
 @pytest.mark.parametrize("built", [None, Actor])
-async def test_a_build_that_makes_no_actor_is_a_crash_on_construction(built: object) -> None:
+async def test_build_that_returns_no_actor_is_a_crash_on_construction(built: object) -> None:
     system = System([ActorSpec(Role[Note]("a", Note, capacity=1), lambda _: built)])  # type: ignore[arg-type, return-value]
     with pytest.raises(ActorCrashed, match="'a' must return an actor, not ") as caught:
         await system.start()
@@ -453,7 +453,7 @@ async def test_a_system_is_stopped_in_its_own_loop() -> None:
 
 
 @on_each_loop
-async def test_a_constructor_that_goes_on_raising_ends_the_system() -> None:
+async def test_constructor_that_keeps_raising_ends_the_system() -> None:
     troupe = Troupe(a=AGAIN, b=RestartPolicy(restarts_max=3, backoff_seconds=0.0))
     with pytest.raises(ActorCrashed) as caught:
         async with troupe.system:
@@ -470,7 +470,7 @@ async def test_a_constructor_that_goes_on_raising_ends_the_system() -> None:
 
 @pytest.mark.parametrize("hook", ["started", "stopped"])
 @on_each_loop
-async def test_a_hook_that_raises_is_a_crash_like_any(hook: str) -> None:
+async def test_raising_hook_is_restarted_as_a_crash(hook: str) -> None:
     troupe = Troupe(a=ALL, b=AGAIN)
     async with troupe.system:
         await troupe.pass_time(0)
@@ -490,7 +490,7 @@ async def test_a_hook_that_raises_is_a_crash_like_any(hook: str) -> None:
 
 
 @on_each_loop
-async def test_two_that_crash_at_once_restart_each_at_its_time() -> None:
+async def test_simultaneous_crashes_restart_each_after_its_backoff() -> None:
     troupe = Troupe(
         a=RestartPolicy(restarts_max=1, backoff_seconds=0.3),
         b=AGAIN,
@@ -508,7 +508,7 @@ async def test_two_that_crash_at_once_restart_each_at_its_time() -> None:
 
 
 @on_each_loop
-async def test_a_group_takes_along_one_that_waits_for_its_own_restart() -> None:
+async def test_group_restart_includes_an_actor_already_waiting_for_its_restart() -> None:
     troupe = Troupe(a=REST, b=RestartPolicy(restarts_max=3, backoff_seconds=0.02), c=AGAIN)
     async with troupe.system:
         await troupe.pass_time(0)
@@ -526,7 +526,7 @@ async def test_a_group_takes_along_one_that_waits_for_its_own_restart() -> None:
 
 @pytest.mark.parametrize("first", ["a", "c"])
 @on_each_loop
-async def test_the_crash_of_one_that_restarts_anyway_changes_nothing(first: str) -> None:
+async def test_second_crash_in_a_restarting_group_changes_nothing(first: str) -> None:
     """Of two that crash in one turn of the loop, that restart each other."""
     limit = RestartPolicy(restarts_max=1, strategy=Strategy.ONE_FOR_ALL)
     troupe = Troupe(**dict.fromkeys("abc" if first == "a" else "cba", limit))
@@ -543,7 +543,7 @@ async def test_the_crash_of_one_that_restarts_anyway_changes_nothing(first: str)
 
 
 @on_each_loop
-async def test_one_that_breaks_while_it_leaves_comes_back_with_the_others() -> None:
+async def test_actor_that_crashes_while_leaving_restarts_with_its_group() -> None:
     troupe = Troupe(a=ALL, b=RestartPolicy(), c=RestartPolicy())
     troupe.hooks["c stopped"] = crash
     async with troupe.system:
@@ -557,7 +557,7 @@ async def test_one_that_breaks_while_it_leaves_comes_back_with_the_others() -> N
 
 
 @on_each_loop
-async def test_a_group_whose_first_constructor_raises_waits_for_it() -> None:
+async def test_group_waits_for_its_first_constructor_to_succeed() -> None:
     troupe = Troupe(a=ALL, b=AGAIN, c=AGAIN)
     async with troupe.system:
         await troupe.pass_time(0)
@@ -571,7 +571,7 @@ async def test_a_group_whose_first_constructor_raises_waits_for_it() -> None:
 
 
 @on_each_loop
-async def test_the_others_of_a_group_do_not_wait_for_a_constructor_that_fails_alone() -> None:
+async def test_group_does_not_wait_for_a_later_constructor_that_fails_alone() -> None:
     troupe = Troupe(a=ALL, b=RestartPolicy(restarts_max=1, backoff_seconds=1.0), c=AGAIN)
     async with troupe.system:
         await troupe.pass_time(0)
@@ -585,7 +585,7 @@ async def test_the_others_of_a_group_do_not_wait_for_a_constructor_that_fails_al
 
 
 @on_each_loop
-async def test_a_restart_that_is_under_way_is_overtaken_by_one_of_more() -> None:
+async def test_restart_under_way_joins_a_larger_group_restart() -> None:
     """While a new life is still being made ready elsewhere, its sink crashes: it must leave again, and come back."""
     troupe = Troupe(sink=REST, far=RestartPolicy())
     builds: list[threading.Event] = []
@@ -645,7 +645,7 @@ async def test_a_restart_that_is_under_way_is_overtaken_by_one_of_more() -> None
 
 @pytest.mark.parametrize("drop", [False, True])
 @on_each_loop
-async def test_who_waits_for_its_restart_when_the_system_stops_does_not_come_back(drop: bool) -> None:
+async def test_actor_waiting_for_its_restart_does_not_restart_after_stop(drop: bool) -> None:
     troupe = Troupe(a=AGAIN, b=AGAIN, c=AGAIN)
     await troupe.system.start()
     troupe.tell("b", BREAK, Note(1), Note(2))
@@ -659,7 +659,7 @@ async def test_who_waits_for_its_restart_when_the_system_stops_does_not_come_bac
 
 
 @on_each_loop
-async def test_nobody_restarts_in_a_system_that_stops() -> None:
+async def test_no_actor_restarts_in_a_stopping_system() -> None:
     """Neither who crashes over its last messages, nor who has already stopped in order."""
     troupe = Troupe(a=AGAIN, b=ALL, c=AGAIN)
     troupe.hooks["c stopped"] = lambda context: context.find(player("b")).tell(BREAK)
@@ -674,7 +674,7 @@ async def test_nobody_restarts_in_a_system_that_stops() -> None:
 
 
 @on_each_loop
-async def test_one_that_crashes_before_its_turn_to_stop_does_not_hold_up_the_end() -> None:
+async def test_actor_that_crashes_before_its_turn_to_stop_does_not_delay_the_stop() -> None:
     """The mailbox of `a` is still open when it crashes: `b` has yet to stop."""
     troupe = Troupe(a=AGAIN, b=AGAIN)
     troupe.hooks["b stopped"] = lambda context: context.find(player("a")).tell(BREAK)
@@ -692,7 +692,7 @@ async def test_one_that_crashes_before_its_turn_to_stop_does_not_hold_up_the_end
 
 
 @on_each_loop
-async def test_one_that_is_dismissed_while_it_waits_for_its_restart_is_gone() -> None:
+async def test_actor_dismissed_while_waiting_for_its_restart_is_removed() -> None:
     troupe = Troupe(a=AGAIN, b=AGAIN)
     async with troupe.system as system:
         await troupe.pass_time(0)
@@ -711,7 +711,7 @@ async def test_one_that_is_dismissed_while_it_waits_for_its_restart_is_gone() ->
 
 
 @on_each_loop
-async def test_one_that_is_dismissed_while_its_group_restarts_handles_what_waits_for_it() -> None:
+async def test_actor_dismissed_while_its_group_restarts_handles_its_mailbox() -> None:
     troupe = Troupe(a=ALL, b=AGAIN)
     async with troupe.system as system:
         await troupe.pass_time(0)
@@ -726,7 +726,7 @@ async def test_one_that_is_dismissed_while_its_group_restarts_handles_what_waits
 
 
 @on_each_loop
-async def test_one_that_is_dismissed_as_soon_as_it_has_left_for_a_restart_is_gone() -> None:
+async def test_actor_dismissed_after_leaving_for_a_restart_is_removed() -> None:
     troupe = Troupe(x=AGAIN, a=REST, b=AGAIN, c=AGAIN)
     dismiss = Do(lambda context: context.dismiss(player("b")))
     troupe.hooks["b stopped"] = lambda context: context.find(player("x")).tell(dismiss)
@@ -741,7 +741,7 @@ async def test_one_that_is_dismissed_as_soon_as_it_has_left_for_a_restart_is_gon
 
 @pytest.mark.parametrize("restart_policy", [AGAIN, RestartPolicy()])
 @on_each_loop
-async def test_a_crash_over_the_last_messages_of_one_that_is_dismissed(restart_policy: RestartPolicy) -> None:
+async def test_dismissed_actor_that_crashes_while_draining_does_not_restart(restart_policy: RestartPolicy) -> None:
     """It does not come back; and where its restart policy ends the system, that it is."""
     troupe = Troupe(a=AGAIN)
     system = troupe.system
@@ -792,7 +792,7 @@ async def test_the_opener_may_be_cancelled_at_any_moment_of_a_restart(phase: str
 
 
 @on_each_loop
-async def test_the_body_is_cancelled_and_hears_why() -> None:
+async def test_body_is_cancelled_with_the_cause() -> None:
     troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     bodies: list[str] = []
     with pytest.raises(ActorCrashed) as caught:
@@ -817,7 +817,7 @@ async def test_the_body_is_cancelled_and_hears_why() -> None:
 
 
 @on_each_loop
-async def test_a_crash_while_it_opens_reaches_the_body_too() -> None:
+async def test_crash_while_opening_reaches_the_body() -> None:
     troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     troupe.hooks["a started"] = crash
     with pytest.raises(ActorCrashed):
@@ -829,7 +829,7 @@ async def test_a_crash_while_it_opens_reaches_the_body_too() -> None:
 
 
 @on_each_loop
-async def test_a_body_that_has_ended_hears_of_a_crash_over_the_last_messages() -> None:
+async def test_crash_while_draining_is_raised_after_the_body() -> None:
     troupe = Troupe(a=RestartPolicy())
     ended = False
     with pytest.raises(ActorCrashed) as caught:
@@ -842,7 +842,7 @@ async def test_a_body_that_has_ended_hears_of_a_crash_over_the_last_messages() -
 
 
 @on_each_loop
-async def test_an_error_of_the_bodys_own_is_not_hidden() -> None:
+async def test_error_of_the_body_is_raised() -> None:
     troupe = Troupe(a=RestartPolicy())
     with pytest.raises(ZeroDivisionError):
         async with troupe.system as system:
@@ -857,7 +857,7 @@ async def test_an_error_of_the_bodys_own_is_not_hidden() -> None:
 
 
 @on_each_loop
-async def test_a_body_that_does_not_let_itself_be_cancelled_hears_of_it_at_its_end() -> None:
+async def test_crash_is_raised_at_the_end_of_a_body_that_suppresses_cancellation() -> None:
     troupe = Troupe(a=RestartPolicy())
     with pytest.raises(ActorCrashed):
         async with troupe.system:
@@ -870,7 +870,7 @@ async def test_a_body_that_does_not_let_itself_be_cancelled_hears_of_it_at_its_e
 
 @pytest.mark.parametrize("turns", range(8))
 @on_each_loop
-async def test_somebody_else_cancels_the_body_as_well(turns: int) -> None:
+async def test_cancellation_from_outside_beside_a_crash_is_kept(turns: int) -> None:
     """Before, with or after the crash: whoever cancels a task finds it cancelled."""
     troupe = Troupe(a=RestartPolicy())
 
@@ -908,7 +908,7 @@ def _plain() -> object:
 
 @pytest.mark.parametrize("around", [_plain, asyncio.TaskGroup, anyio.CancelScope, anyio.create_task_group])
 @on_each_loop
-async def test_a_crash_is_heard_through_whatever_the_body_waits_in(around: Callable[[], object]) -> None:
+async def test_crash_is_raised_through_every_kind_of_scope(around: Callable[[], object]) -> None:
     troupe = Troupe(a=RestartPolicy())
     with pytest.raises(ActorCrashed):
         async with troupe.system:
@@ -925,7 +925,7 @@ async def test_a_crash_is_heard_through_whatever_the_body_waits_in(around: Calla
 
 
 @on_each_loop
-async def test_of_two_systems_each_tells_of_its_own_crash() -> None:
+async def test_nested_systems_report_their_own_crashes() -> None:
     outer, inner = Troupe(a=RestartPolicy()), Troupe(b=RestartPolicy())
     with pytest.raises(ActorCrashed) as caught:
         async with outer.system, inner.system:
@@ -948,7 +948,7 @@ async def test_of_two_systems_each_tells_of_its_own_crash() -> None:
 
 
 @on_each_loop
-async def test_whoever_starts_and_stops_by_hand_is_told_and_not_cancelled() -> None:
+async def test_opener_that_starts_and_stops_by_hand_is_not_cancelled() -> None:
     troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     system = troupe.system
     await system.start()
@@ -973,7 +973,7 @@ def watching(name: str) -> Do:
 
 
 @on_each_loop
-async def test_a_crash_is_told_to_all_who_watch_after_all_that_was_said() -> None:
+async def test_all_watchers_receive_a_crash_after_all_earlier_messages() -> None:
     troupe = Troupe(a=AGAIN, b=AGAIN, c=AGAIN)
 
     def act(context: Context[object]) -> None:
@@ -1000,7 +1000,7 @@ async def test_a_crash_is_told_to_all_who_watch_after_all_that_was_said() -> Non
 
 
 @on_each_loop
-async def test_a_watch_outlives_the_restarts_of_both() -> None:
+async def test_watch_outlives_restarts_of_both_actors() -> None:
     troupe = Troupe(a=AGAIN, b=AGAIN)
     async with troupe.system as system:
         troupe.tell("a", watching("b"))
@@ -1019,7 +1019,7 @@ async def test_a_watch_outlives_the_restarts_of_both() -> None:
 
 
 @on_each_loop
-async def test_those_who_leave_and_come_back_with_others_are_watched_too() -> None:
+async def test_watchers_are_notified_of_group_restarts() -> None:
     troupe = Troupe(w=AGAIN, a=REST, b=AGAIN)
     async with troupe.system:
         troupe.tell("w", watching("a"), watching("b"))
@@ -1034,7 +1034,7 @@ async def test_those_who_leave_and_come_back_with_others_are_watched_too() -> No
 
 
 @on_each_loop
-async def test_one_that_will_not_come_back_is_gone_to_its_watchers() -> None:
+async def test_watchers_are_notified_of_a_final_end() -> None:
     troupe = Troupe(a=AGAIN)
     system = troupe.system
     async with system:
@@ -1061,7 +1061,7 @@ async def test_one_that_will_not_come_back_is_gone_to_its_watchers() -> None:
 
 
 @on_each_loop
-async def test_a_sink_hears_of_its_sources_end_and_who_watches_late_hears_at_once() -> None:
+async def test_late_watcher_is_notified_at_once() -> None:
     troupe = Troupe(a=RestartPolicy(), b=RestartPolicy(), c=RestartPolicy())
     troupe.hooks["b stopped"] = lambda context: context.find(player("a")).tell(watching("c"))
     async with troupe.system:
@@ -1077,7 +1077,7 @@ async def test_a_sink_hears_of_its_sources_end_and_who_watches_late_hears_at_onc
 
 
 @on_each_loop
-async def test_a_watcher_that_is_gone_is_told_nothing() -> None:
+async def test_ended_watcher_receives_nothing() -> None:
     troupe = Troupe(a=AGAIN)
     async with troupe.system as system:
         system.spawn(troupe.part("w"))
@@ -1095,7 +1095,7 @@ async def test_a_watcher_that_is_gone_is_told_nothing() -> None:
 
 
 @on_each_loop
-async def test_a_system_forgets_watchers_that_are_gone() -> None:
+async def test_ended_watchers_are_released() -> None:
     troupe = Troupe(a=AGAIN)
     async with troupe.system as system:
         for number in range(10):
@@ -1117,7 +1117,7 @@ async def test_a_system_forgets_watchers_that_are_gone() -> None:
 
 
 @on_each_loop
-async def test_who_may_watch_whom() -> None:
+async def test_invalid_watches_are_refused() -> None:
     troupe = Troupe(a=RestartPolicy())
     errors: list[BaseException] = []
 

@@ -129,7 +129,7 @@ def mailbox(capacity: int = 4) -> tuple[Mailbox, ManualClock]:
 # Mailboxes and addresses.
 
 
-def test_a_mailbox_holds_its_capacity_and_no_more() -> None:
+def test_mailbox_holds_at_most_its_capacity() -> None:
     box, _ = mailbox(capacity=3)
     box.put(Note(0))
     box.put(Urgent(1))
@@ -143,7 +143,7 @@ def test_a_mailbox_holds_its_capacity_and_no_more() -> None:
     assert len(box) == 0
 
 
-def test_what_an_actor_posts_to_itself_is_never_refused_and_counts_against_the_others() -> None:
+def test_own_posts_are_never_refused_and_count_against_the_capacity() -> None:
     box, _ = mailbox(capacity=2)
     for posted in ("anything", 1, Urgent(2)):
         box.post(posted)
@@ -153,7 +153,7 @@ def test_what_an_actor_posts_to_itself_is_never_refused_and_counts_against_the_o
     assert [box.take()[1:] for _ in range(3)] == [(OWN, Urgent(2)), (OWN, "anything"), (OWN, 1)]
 
 
-def test_entries_that_come_back_are_first_in_their_lane_and_count_once() -> None:
+def test_returned_entries_are_first_in_their_lane_and_count_once() -> None:
     box, _ = mailbox(capacity=4)
     for message in (Note(0), Note(1), Urgent(2), Urgent(3)):
         box.put(message)
@@ -165,7 +165,7 @@ def test_entries_that_come_back_are_first_in_their_lane_and_count_once() -> None
     assert [box.take()[2] for _ in range(5)] == [Urgent(2), Urgent(3), Urgent(4), Note(0), Note(1)]
 
 
-def test_a_new_life_finds_what_others_have_said() -> None:
+def test_new_life_keeps_messages_of_others() -> None:
     box, _ = mailbox(capacity=10)
     box.put(Note(0))
     box.post(Note(1))
@@ -227,7 +227,7 @@ def test_a_closed_mailbox_counts_what_it_drops(drop: bool) -> None:
         box.put("still the sender's mistake")  # type: ignore[arg-type]
 
 
-def test_a_mailbox_is_made_with_sense() -> None:
+def test_invalid_mailbox_capacity_is_refused() -> None:
     with pytest.raises(AssertionError, match="at least one message"):
         Role("none", Note, 0)
     with pytest.raises(TypeError, match="urgent must be"):
@@ -235,7 +235,7 @@ def test_a_mailbox_is_made_with_sense() -> None:
 
 
 @on_each_loop
-async def test_one_reader_waits_at_a_time_and_may_give_up() -> None:
+async def test_mailbox_has_one_reader_at_a_time_which_may_be_cancelled() -> None:
     box, _ = mailbox()
     first = asyncio.create_task(box.wait())
     await asyncio.sleep(0)
@@ -254,7 +254,7 @@ async def test_one_reader_waits_at_a_time_and_may_give_up() -> None:
 
 
 @on_each_loop
-async def test_the_sender_hears_of_a_message_that_is_not_accepted() -> None:
+async def test_unaccepted_message_raises_at_the_sender() -> None:
     diary: list[str] = []
     playing = role()
     async with System([part(playing, diary)]) as system:
@@ -270,7 +270,7 @@ async def test_the_sender_hears_of_a_message_that_is_not_accepted() -> None:
 
 
 @on_each_loop
-async def test_the_sender_hears_of_a_full_mailbox() -> None:
+async def test_full_mailbox_raises_at_the_sender() -> None:
     diary: list[str] = []
     playing = role(capacity=2)
     async with System([part(playing, diary)]) as system:
@@ -284,7 +284,7 @@ async def test_the_sender_hears_of_a_full_mailbox() -> None:
 
 
 @on_each_loop
-async def test_ask_gets_the_one_answer_or_gives_up() -> None:
+async def test_ask_returns_the_first_answer_or_times_out() -> None:
     kept: list[Question] = []
     playing, silent = role("answers"), role("keeps")
     cast = [part(playing, []), part(silent, [], lambda _, message: kept.append(message))]
@@ -312,7 +312,7 @@ async def test_ask_gets_the_one_answer_or_gives_up() -> None:
     assert system.statistics()["answers"].dropped == 0  # it was not even told
 
 
-def test_all_that_wait_share_one_timer() -> None:
+def test_asks_share_one_timer() -> None:
     clock, loop = ManualClock(), asyncio.new_event_loop()
     deadlines = AskDeadlines(loop, clock)
     answered = [loop.create_future() for _ in range(1000)]
@@ -347,7 +347,7 @@ def test_all_that_wait_share_one_timer() -> None:
     loop.close()
 
 
-def test_whoever_waits_no_longer_leaves_no_timer_behind() -> None:
+def test_ended_asks_leave_no_timer() -> None:
     clock, loop = ManualClock(), asyncio.new_event_loop()
     deadlines, future = AskDeadlines(loop, clock), loop.create_future()
     deadlines.add(future, 1.0)
@@ -358,7 +358,7 @@ def test_whoever_waits_no_longer_leaves_no_timer_behind() -> None:
     loop.close()
 
 
-def test_many_that_wait_in_vain_are_not_looked_at_all_the_time() -> None:
+def test_unanswered_asks_are_checked_a_bounded_number_of_times() -> None:
     clock, loop = ManualClock(), asyncio.new_event_loop()
     deadlines, looks, call_later = AskDeadlines(loop, clock), list[float](), clock.call_later
     waiting = [loop.create_future() for _ in range(1000)]
@@ -378,7 +378,7 @@ def test_many_that_wait_in_vain_are_not_looked_at_all_the_time() -> None:
 
 
 @on_each_loop
-async def test_asks_time_out_each_in_its_own_time() -> None:
+async def test_each_ask_has_its_own_timeout() -> None:
     kept: list[Question] = []
     silent = role("keeps")
     async with System([part(silent, [], lambda _, message: kept.append(message))]) as system:
@@ -398,7 +398,7 @@ async def test_asks_time_out_each_in_its_own_time() -> None:
 
 
 @on_each_loop
-async def test_whoever_has_no_system_here_can_be_asked_too() -> None:
+async def test_address_without_a_system_here_can_be_asked() -> None:
     """Such as an actor at the other end of a wire, or one that belongs to another loop."""
     other = asyncio.new_event_loop()
     clock = ManualClock()
@@ -420,7 +420,7 @@ async def test_whoever_has_no_system_here_can_be_asked_too() -> None:
 
 
 @on_each_loop
-async def test_an_actor_that_feeds_itself_starves_nobody() -> None:
+async def test_actor_that_feeds_itself_starves_no_other() -> None:
     busy, other = role("busy"), role("other")
     handled = {"busy": 0, "other": 0}
 
@@ -449,7 +449,7 @@ async def test_an_actor_that_feeds_itself_starves_nobody() -> None:
 
 
 @on_each_loop
-async def test_the_cast_starts_at_the_sink_and_stops_at_the_source_with_nothing_lost() -> None:
+async def test_system_starts_at_the_sink_and_stops_at_the_source_with_nothing_lost() -> None:
     diary: list[str] = []
     sink, middle, source = role("sink"), role("middle"), role("source")
 
@@ -469,7 +469,7 @@ async def test_the_cast_starts_at_the_sink_and_stops_at_the_source_with_nothing_
 
 
 @on_each_loop
-async def test_drop_forgets_what_waits() -> None:
+async def test_drop_discards_waiting_messages() -> None:
     diary: list[str] = []
     playing = role()
     system = System([part(playing, diary)])
@@ -484,7 +484,7 @@ async def test_drop_forgets_what_waits() -> None:
 
 
 @on_each_loop
-async def test_an_error_in_the_body_drops_and_stops() -> None:
+async def test_error_in_the_body_drops_messages_and_stops() -> None:
     diary: list[str] = []
     playing = role()
     with pytest.raises(ZeroDivisionError):
@@ -519,7 +519,7 @@ async def test_a_system_is_started_in_one_task_and_stopped_in_another() -> None:
 
 
 @on_each_loop
-async def test_several_systems_know_nothing_of_each_other() -> None:
+async def test_several_systems_are_independent() -> None:
     diaries: list[list[str]] = [[], [], []]
     playing = role()
     systems = [System([part(playing, diary)]) for diary in diaries]
@@ -539,7 +539,7 @@ async def test_several_systems_know_nothing_of_each_other() -> None:
 
 
 @on_each_loop
-async def test_a_cast_has_each_role_once_and_no_others() -> None:
+async def test_duplicate_and_unknown_roles_are_refused() -> None:
     async with System([part(role("one"), [])]) as system:
         with pytest.raises(KeyError):
             system.find(role("two"))
@@ -575,7 +575,7 @@ async def test_the_tap_sees_every_delivery_before_the_actor_does() -> None:
 
 
 @on_each_loop
-async def test_time_and_chance_are_injected() -> None:
+async def test_clock_and_rng_are_injected() -> None:
     async def draws(seed: int) -> list[float]:
         seen: list[float] = []
 
@@ -610,7 +610,7 @@ class _Panic(BaseException):
 
 @pytest.mark.parametrize("error", [ValueError("bad actor"), _Exit("bad actor"), _Panic("bad actor")])
 @on_each_loop
-async def test_a_constructor_that_raises_leaves_nothing(error: BaseException) -> None:
+async def test_raising_constructor_leaves_nothing(error: BaseException) -> None:
     ran: list[str] = []
 
     def hires(context: Context[object]) -> Diary:
@@ -633,7 +633,7 @@ async def test_a_constructor_that_raises_leaves_nothing(error: BaseException) ->
 
 
 @on_each_loop
-async def test_a_handler_that_raises_stops_every_actor_and_is_told_once() -> None:
+async def test_raising_handler_stops_every_actor_and_is_reported_once() -> None:
     diary: list[str] = []
     failures: list[ActorCrashed] = []
     good, one, two = role("good"), role("one"), role("two")
@@ -658,7 +658,7 @@ async def test_a_handler_that_raises_stops_every_actor_and_is_told_once() -> Non
 
 @pytest.mark.parametrize("hook", ["started", "stopped"])
 @on_each_loop
-async def test_a_hook_that_raises_is_a_crash(hook: str) -> None:
+async def test_raising_hook_is_a_crash(hook: str) -> None:
     diary: list[str] = []
     failures: list[ActorCrashed] = []
     cast = [part(role("good"), diary), part(role("bad"), diary, hooks=(hook,))]
@@ -673,7 +673,7 @@ async def test_a_hook_that_raises_is_a_crash(hook: str) -> None:
 
 @pytest.mark.parametrize("error", [_Panic(), asyncio.CancelledError(), GeneratorExit()], ids=repr)
 @on_each_loop
-async def test_whatever_a_handler_raises_is_a_crash(error: BaseException) -> None:
+async def test_any_exception_of_a_handler_is_a_crash(error: BaseException) -> None:
     """Such as the result of a future that was cancelled: it is not this task that was."""
 
     def fail(_: Context[object], message: object) -> None:
@@ -688,7 +688,7 @@ async def test_whatever_a_handler_raises_is_a_crash(error: BaseException) -> Non
 
 
 @on_each_loop
-async def test_an_error_nobody_listens_to_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_error_without_an_observer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def fail(_: Context[object], message: object) -> None:
         raise ValueError("broken actor")
 
@@ -705,7 +705,7 @@ async def test_an_error_nobody_listens_to_is_logged(caplog: pytest.LogCaptureFix
 
 
 @on_each_loop
-async def test_an_observer_that_raises_is_heard_by_whoever_stops() -> None:
+async def test_error_of_an_observer_is_raised_at_the_stop() -> None:
     def fail(_: object) -> None:
         raise LookupError("whom to tell?")
 
@@ -796,7 +796,7 @@ async def test_a_system_stops_before_a_cancelled_scope_around_it_is_left() -> No
 
 
 @on_each_loop
-async def test_a_system_that_nobody_stops_ends_with_its_loop() -> None:
+async def test_unstopped_system_ends_with_its_loop() -> None:
     await System(_cast_with_workers([])).start()  # the check is in `on_each_loop`
 
 
@@ -884,7 +884,7 @@ async def test_time_stands_still_while_a_handler_runs() -> None:
 
 
 @on_each_loop
-async def test_an_actors_hooks_see_the_time_that_the_tap_is_told() -> None:
+async def test_hooks_have_the_same_time_as_the_tap_events() -> None:
     clock, events, seen = ManualClock(), [], []
 
     class Watch(Actor[Note]):
@@ -912,7 +912,7 @@ async def test_an_actors_hooks_see_the_time_that_the_tap_is_told() -> None:
 
 
 @on_each_loop
-async def test_a_delivery_says_who_told() -> None:
+async def test_delivery_contains_the_sender() -> None:
     troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
 
     def act(context: Context[object]) -> None:
@@ -944,7 +944,7 @@ async def test_a_delivery_says_who_told() -> None:
 
 
 @on_each_loop
-async def test_a_tap_that_raises_is_logged_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+async def test_raising_tap_is_logged_once_and_removed(caplog: pytest.LogCaptureFixture) -> None:
     diary: list[str] = []
     seen: list[Event] = []
 
@@ -964,7 +964,7 @@ async def test_a_tap_that_raises_is_logged_once_and_left_out(caplog: pytest.LogC
 
 
 @on_each_loop
-async def test_a_slow_handler_is_reported_with_actor_message_and_time(caplog: pytest.LogCaptureFixture) -> None:
+async def test_slow_handler_is_reported_with_actor_message_and_time(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
 
     def act(_: Context[object], message: object) -> None:
@@ -983,7 +983,7 @@ async def test_a_slow_handler_is_reported_with_actor_message_and_time(caplog: py
 
 
 @on_each_loop
-async def test_a_spawned_actor_is_the_last_of_the_cast_and_leaves_it_when_dismissed() -> None:
+async def test_spawned_actor_is_the_last_of_the_system_until_dismissed() -> None:
     troupe = Troupe(a=RestartPolicy())
     async with troupe.system as system:
         await troupe.pass_time(0)
@@ -1014,7 +1014,7 @@ async def test_a_spawned_actor_is_the_last_of_the_cast_and_leaves_it_when_dismis
 
 
 @on_each_loop
-async def test_dismissed_with_drop_it_handles_nothing_more() -> None:
+async def test_actor_dismissed_with_drop_handles_nothing_more() -> None:
     troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     async with troupe.system as system:
         await troupe.pass_time(0)
@@ -1049,7 +1049,7 @@ async def test_actors_spawn_and_dismiss() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("broken"), _Exit("broken"), _Panic("broken")])
 @on_each_loop
-async def test_whoever_spawns_hears_of_a_constructor_that_raises(error: BaseException) -> None:
+async def test_spawn_raises_the_error_of_a_constructor(error: BaseException) -> None:
     troupe = Troupe(a=RestartPolicy())
 
     def fail(context: Context[object]) -> None:
@@ -1081,7 +1081,7 @@ async def test_whoever_spawns_hears_of_a_constructor_that_raises(error: BaseExce
 
 
 @on_each_loop
-async def test_a_part_that_cannot_live_where_it_should_is_not_added() -> None:
+async def test_spec_with_an_invalid_placement_is_refused() -> None:
     troupe = Troupe(a=RestartPolicy())
     local = ActorSpec(role("b"), lambda _: Diary("b", []), placement=InProcess())
     async with troupe.system as system:
@@ -1093,7 +1093,7 @@ async def test_a_part_that_cannot_live_where_it_should_is_not_added() -> None:
 
 
 @on_each_loop
-async def test_what_is_spawned_while_the_system_closes_never_lives() -> None:
+async def test_actor_spawned_while_the_system_closes_never_starts() -> None:
     troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     refs: list[Ref[object]] = []
     troupe.hooks["b stopped"] = lambda context: refs.append(context.spawn(troupe.part("late")))
@@ -1109,7 +1109,7 @@ async def test_what_is_spawned_while_the_system_closes_never_lives() -> None:
 
 @pytest.mark.parametrize("names", ["", "a"])
 @on_each_loop
-async def test_a_system_that_was_cancelled_takes_no_more_actors(names: str) -> None:
+async def test_cancelled_system_refuses_spawn(names: str) -> None:
     troupe = Troupe(**dict.fromkeys(names, RestartPolicy()))
     system = troupe.system
     await system.start()
@@ -1138,7 +1138,7 @@ async def test_ten_thousand_spawned_actors_answer() -> None:
 
 @pytest.mark.parametrize("is_lazy", [False, True])
 @on_each_loop
-async def test_an_orderly_stop_gives_up_on_work_that_does_not_return(is_lazy: bool) -> None:
+async def test_stop_with_a_timeout_abandons_work_that_does_not_return(is_lazy: bool) -> None:
     """It may be doing its last piece of work, or have others before it."""
     troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     begun, may_end, ran = threading.Event(), threading.Event(), threading.Event()
@@ -1175,7 +1175,7 @@ async def test_an_orderly_stop_gives_up_on_work_that_does_not_return(is_lazy: bo
 
 
 @on_each_loop
-async def test_an_orderly_stop_drops_what_is_still_left_when_its_time_is_over() -> None:
+async def test_stop_with_a_timeout_drops_messages_left_at_the_deadline() -> None:
     troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     system = troupe.system
     await system.start()
@@ -1208,7 +1208,7 @@ async def test_an_orderly_stop_drops_what_is_still_left_when_its_time_is_over() 
 
 
 @on_each_loop
-async def test_an_orderly_stop_that_is_in_time_leaves_no_timer() -> None:
+async def test_stop_before_its_timeout_leaves_no_timer() -> None:
     troupe = Troupe(a=RestartPolicy())
     await troupe.system.start()
     troupe.tell("a", *[Note(number) for number in range(500)])
@@ -1218,7 +1218,7 @@ async def test_an_orderly_stop_that_is_in_time_leaves_no_timer() -> None:
 
 
 @on_each_loop
-async def test_an_orderly_stop_gives_up_on_an_actor_that_is_not_yet_there() -> None:
+async def test_stop_with_a_timeout_abandons_a_constructor_that_does_not_return() -> None:
     """Its constructor keeps its thread."""
     troupe = Troupe(a=RestartPolicy())
     begun, may_end = threading.Event(), threading.Event()
@@ -1244,7 +1244,7 @@ async def test_an_orderly_stop_gives_up_on_an_actor_that_is_not_yet_there() -> N
 
 @pytest.mark.parametrize("how", ["start", "cancel"])
 @on_each_loop
-async def test_a_life_that_is_cut_short_leaves_no_timer(how: str) -> None:
+async def test_life_cut_short_leaves_no_timer(how: str) -> None:
     troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
     troupe.hooks["a built"] = lambda context: context.after(1000.0, Note(1))
     if how == "start":
@@ -1262,7 +1262,7 @@ async def test_a_life_that_is_cut_short_leaves_no_timer(how: str) -> None:
 # Hosts.
 
 
-def test_a_system_in_a_loop_of_a_threads_own() -> None:
+def test_system_runs_in_a_loop_of_another_thread() -> None:
     diaries: dict[str, list[str]] = {}
 
     async def use(name: str) -> None:
@@ -1322,7 +1322,7 @@ def run_program(runner: str, messages: tuple[int, ...]) -> subprocess.Popen[str]
 @pytest.mark.skipif(sys.platform == "win32", reason="interrupts a process as a terminal does")
 @pytest.mark.parametrize("messages", [(1,), (2, 1)], ids=["busy", "restarted"])
 @pytest.mark.parametrize("runner", ["asyncio", "uvloop"])
-def test_an_interrupt_ends_a_program_in_order(runner: str, messages: tuple[int, ...]) -> None:
+def test_interrupt_stops_a_program_in_order(runner: str, messages: tuple[int, ...]) -> None:
     with run_program(runner, messages) as child:
         try:
             assert child.stdout is not None
@@ -1386,7 +1386,7 @@ async def test_a_worker_keeps_the_order_and_posts_from_the_loop() -> None:
 
 
 @on_each_loop
-async def test_every_failure_of_work_is_a_message() -> None:
+async def test_every_error_of_a_job_becomes_a_message() -> None:
     worker, heard = _worker(asyncio.get_running_loop())
 
     def give_up() -> None:
@@ -1406,7 +1406,7 @@ async def test_every_failure_of_work_is_a_message() -> None:
 
 @pytest.mark.parametrize("drop", [False, True])
 @on_each_loop
-async def test_a_closed_worker_ends_after_its_queue_or_after_its_work(drop: bool) -> None:
+async def test_closed_worker_ends_after_its_queue_or_after_its_job(drop: bool) -> None:
     worker, heard = _worker(asyncio.get_running_loop())
     begun, may_end, ran = threading.Event(), threading.Event(), []
 
@@ -1428,7 +1428,7 @@ async def test_a_closed_worker_ends_after_its_queue_or_after_its_work(drop: bool
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_worker_whose_loop_is_closed_under_it_ends_in_silence(
+def test_worker_whose_loop_is_closed_ends_without_an_error(
     loop_factory: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     loop = loop_factory()
@@ -1502,7 +1502,7 @@ async def test_an_idle_actor_keeps_nothing_alive() -> None:
 # Casts that cannot be.
 
 
-def test_a_part_is_told_what_it_should_have_been_given() -> None:
+def test_actor_spec_error_names_the_expected_arguments() -> None:
     with pytest.raises(TypeError, match="restart policy of 'actor' must be a RestartPolicy, not InProcess"):
         ActorSpec(role(), lambda _: Diary("actor", []), InProcess())  # type: ignore[arg-type]
     for wrong in (InProcess, "thread"):
@@ -1510,7 +1510,7 @@ def test_a_part_is_told_what_it_should_have_been_given() -> None:
             ActorSpec(role(), lambda _: Diary("actor", []), placement=wrong)  # type: ignore[arg-type]
 
 
-def test_a_role_accepts_classes_and_hurries_some_of_them() -> None:
+def test_role_accepts_classes_and_marks_some_urgent() -> None:
     for accepts in ((Note, Urgent), "Note"):
         with pytest.raises(TypeError, match="must accept a class or a union"):
             Role("odd", accepts, 1)  # type: ignore[arg-type]
@@ -1519,7 +1519,7 @@ def test_a_role_accepts_classes_and_hurries_some_of_them() -> None:
             Role("odd", Note, 1, urgent=urgent)  # type: ignore[arg-type]
 
 
-def test_a_handler_that_would_have_to_be_awaited_is_none() -> None:
+def test_async_handler_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Waiter\.handle must be synchronous"):
 
         class Waiter(Actor[Note]):
@@ -1528,7 +1528,7 @@ def test_a_handler_that_would_have_to_be_awaited_is_none() -> None:
 
 
 @on_each_loop
-async def test_whoever_looks_for_a_stranger_is_told_who_there_is() -> None:
+async def test_find_of_an_unknown_role_lists_the_known_actors() -> None:
     with pytest.raises(KeyError, match="there are none"):
         System([part(role(), [])]).find(role())
     async with System([part(role(), [])]) as system:
@@ -1543,7 +1543,7 @@ async def test_whoever_looks_for_a_stranger_is_told_who_there_is() -> None:
     "wrapper",
     [structlog.BoundLogger, structlog.stdlib.BoundLogger, structlog.make_filtering_bound_logger(logging.INFO)],
 )
-def test_events_go_wherever_the_host_has_structlog_send_them(wrapper: type[object]) -> None:
+def test_events_go_to_the_hosts_structlog_configuration(wrapper: type[object]) -> None:
     seen: list[dict[str, object]] = []
 
     def keep(_: object, method: str, event: dict[str, object]) -> dict[str, object]:
@@ -1560,7 +1560,7 @@ def test_events_go_wherever_the_host_has_structlog_send_them(wrapper: type[objec
     assert seen == [{"method": method, "event": "happened", "number": 1} for method in ("info", "warning", "error")]
 
 
-def test_a_level_may_have_another_name_at_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_may_rename_a_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "getLevelName", lambda level: f"[{level}]")
     structlog.configure()
     try:
@@ -1572,7 +1572,7 @@ def test_a_level_may_have_another_name_at_the_host(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("is_structlog", [False, True])
-def test_a_host_whose_logging_fails_does_not_hear_of_it_from_us(
+def test_failing_logging_of_the_host_raises_nothing(
     is_structlog: bool, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> bool:
@@ -1591,7 +1591,7 @@ def test_a_host_whose_logging_fails_does_not_hear_of_it_from_us(
 
 
 @on_each_loop
-async def test_a_crash_is_heard_of_where_facts_become_fields_of_log_records(caplog: pytest.LogCaptureFixture) -> None:
+async def test_crash_is_logged_where_fields_become_log_record_attributes(caplog: pytest.LogCaptureFixture) -> None:
     """Such records refuse the names of their own fields."""
 
     def fail(_: Context[object], message: object) -> None:

@@ -38,7 +38,7 @@ def refused_core(seed: int, chosen: SetPolicy, **large: float) -> Core:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
-def test_when_the_one_that_did_not_fit_leaves_the_next_is_tried_at_once(how: str, seed: int) -> None:
+def test_next_request_is_tried_when_the_refused_one_leaves(how: str, seed: int) -> None:
     core = refused_core(seed, policy("fcfs"), **({"queue_seconds": 0.2} if how == "expired" else {}))
     core.admit(2, [9] * 4, Sampling(max_tokens=1))
     step_until(core, lambda: is_live(core, 2))
@@ -54,7 +54,7 @@ def test_when_the_one_that_did_not_fit_leaves_the_next_is_tried_at_once(how: str
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_fair_when_another_tenant_comes_before_the_one_that_did_not_fit_it_is_tried(seed: int) -> None:
+def test_fair_new_head_of_another_tenant_is_tried_after_a_refusal(seed: int) -> None:
     """Nobody joins or leaves: what a tenant is charged for changes the order."""
     core = refused_core(seed, policy("fair"))
     scheduler = scheduler_of(core)
@@ -73,7 +73,7 @@ def test_fair_when_another_tenant_comes_before_the_one_that_did_not_fit_it_is_tr
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("token_budget", [2, 4, 8])
-def test_fair_decodes_that_fill_every_step_keep_nobody_from_its_share(token_budget: int, seed: int) -> None:
+def test_fair_decodes_that_fill_every_step_leave_other_tenants_their_share(token_budget: int, seed: int) -> None:
     """With one that decodes less, there is a token for the one that comes."""
     core = Core(seed, device=WatchedDevice(400, 4), running_max=64, token_budget=token_budget, policy=policy("fair"))
     for request_id in range(12):
@@ -86,7 +86,7 @@ def test_fair_decodes_that_fill_every_step_keep_nobody_from_its_share(token_budg
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_fair_nobody_gives_way_again_to_one_that_still_has_no_room(seed: int) -> None:
+def test_fair_no_second_preemption_for_a_request_without_room(seed: int) -> None:
     """It wants nearly all blocks, and within the leeway: a seat is no help until those that run give theirs back."""
     core = Core(seed, device=WatchedDevice(1 + 45, 4), running_max=4, policy=policy("fair"))
     for request_id in range(6):
@@ -103,7 +103,7 @@ def test_fair_nobody_gives_way_again_to_one_that_still_has_no_room(seed: int) ->
     finish(core)
 
 
-def test_fair_whoever_waits_for_its_tenant_s_part_of_a_step_is_told_so() -> None:
+def test_fair_explain_names_the_tenants_part_of_a_step() -> None:
     core = Core(0, device=WatchedDevice(4000, 4), token_budget=32, long_prefill_tokens=8, policy=policy("fair"))
     core.admit(0, [5] * 3, LONG, service=Service("b"))
     for request_id in (1, 2):

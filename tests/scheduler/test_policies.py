@@ -59,7 +59,7 @@ def served(queue: Queue, cost: float = 0.0) -> list[int]:
 # The order of the queue.
 
 
-def test_fcfs_serves_in_order_of_arrival_whoever_asks_for_more() -> None:
+def test_fcfs_serves_in_order_of_arrival() -> None:
     queue = queue_of("fcfs")
     requests = [tracked(n, Service(priority=n, deadline_seconds=10.0 - n)) for n in range(6)]
     for request in random.Random(1).sample(requests, 6):
@@ -68,7 +68,7 @@ def test_fcfs_serves_in_order_of_arrival_whoever_asks_for_more() -> None:
     assert served(queue) == list(range(6))
 
 
-def test_a_level_of_priority_is_worth_so_much_waiting() -> None:
+def test_priority_level_equals_aging_seconds_of_waiting() -> None:
     queue = queue_of("priority", aging_seconds=10.0)
     queue.join(tracked(0, Service(priority=0), at=0.0))
     queue.join(tracked(1, Service(priority=1), at=9.9))  # within ten seconds: before the first
@@ -78,14 +78,14 @@ def test_a_level_of_priority_is_worth_so_much_waiting() -> None:
     assert served(queue) == [4, 1, 0, 2, 3]
 
 
-def test_among_equals_of_a_priority_the_first_is_first() -> None:
+def test_equal_priorities_are_served_in_order_of_arrival() -> None:
     queue = queue_of("priority")
     for number in (3, 1, 2):
         queue.join(tracked(number, Service(priority=5)))
     assert served(queue) == [1, 2, 3]
 
 
-def test_earliest_deadline_first_and_those_without_one_last() -> None:
+def test_deadline_serves_earliest_first_and_no_deadline_last() -> None:
     queue = queue_of("deadline")
     seconds = [None, 30.0, 5.0, None, 12.0]
     for number, deadline in enumerate(seconds):
@@ -93,7 +93,7 @@ def test_earliest_deadline_first_and_those_without_one_last() -> None:
     assert served(queue) == [2, 4, 1, 0, 3]
 
 
-def test_fair_alternates_between_tenants_however_many_one_sends() -> None:
+def test_fair_alternates_between_tenants() -> None:
     queue = queue_of("fair")
     for number in range(100):
         queue.join(tracked(number, Service("flood")))
@@ -104,7 +104,7 @@ def test_fair_alternates_between_tenants_however_many_one_sends() -> None:
     assert not any(a and b for a, b in pairwise(first_ten))
 
 
-def test_the_head_is_the_order_that_serving_one_by_one_would_give() -> None:
+def test_head_has_the_order_of_serving_one_by_one() -> None:
     for name in POLICIES:
         chance = random.Random(name)
         queue = queue_of(name, a=1.0, b=3.0)
@@ -121,7 +121,7 @@ def test_the_head_is_the_order_that_serving_one_by_one_would_give() -> None:
         assert together == one_by_one
 
 
-def test_a_tenant_that_was_idle_gets_no_credit_for_it() -> None:
+def test_idle_tenant_gains_no_credit() -> None:
     """Whether others waited meanwhile, or only ran."""
     for others_wait in (True, False):
         queue = queue_of("fair")
@@ -142,7 +142,7 @@ def test_a_tenant_that_was_idle_gets_no_credit_for_it() -> None:
         assert 5 <= tenants.count(True) <= 7, tenants
 
 
-def test_a_tenant_that_leaves_and_returns_pays_what_it_owes() -> None:
+def test_returning_tenant_keeps_its_charge() -> None:
     queue = queue_of("fair")
     greedy = tracked(0, Service("greedy"))
     queue.join(greedy)
@@ -154,7 +154,7 @@ def test_a_tenant_that_leaves_and_returns_pays_what_it_owes() -> None:
     assert served(queue, cost=10.0) == [1, 3, 2]
 
 
-def test_tenants_that_come_once_are_not_remembered_for_ever() -> None:
+def test_counters_of_past_tenants_are_bounded() -> None:
     queue = queue_of("fair")
     debtor = tracked(0, Service("debtor"))
     queue.charge(debtor, 1e9)
@@ -169,7 +169,7 @@ def test_tenants_that_come_once_are_not_remembered_for_ever() -> None:
     assert served(queue) == [20_001, 0], "who owes something is remembered"
 
 
-def test_rule_front_of_queue_preempted_ones_come_before_those_of_their_lane_that_never_ran() -> None:
+def test_rule_front_of_queue_preempted_requests_precede_new_ones_of_their_lane() -> None:
     for name in POLICIES:
         queue = queue_of(name)
         waiting = tracked(1, Service("a", priority=5, deadline_seconds=1.0))
@@ -180,7 +180,7 @@ def test_rule_front_of_queue_preempted_ones_come_before_those_of_their_lane_that
         assert served(queue) == [2, 1], name
 
 
-def test_the_victim_is_the_last_in_the_policy_s_order() -> None:
+def test_victim_is_the_last_in_the_policy_order() -> None:
     requests = [
         tracked(0, Service("a", priority=0, deadline_seconds=5.0)),
         tracked(1, Service("b", priority=-1, deadline_seconds=50.0)),
@@ -221,7 +221,7 @@ def comparisons_of(work: Any) -> int:
     return Counted.comparisons - before
 
 
-def test_a_queue_of_20_000_costs_a_few_comparisons_an_operation() -> None:
+def test_queue_of_20_000_needs_few_comparisons_per_operation() -> None:
     count, depth = 20_000, math.ceil(math.log2(20_000))
     queue = Queue(Policy(lambda request: Counted((0.0, request.number))))  # type: ignore[arg-type, return-value]
     requests = [tracked(number) for number in range(count)]
@@ -237,7 +237,7 @@ def test_a_queue_of_20_000_costs_a_few_comparisons_an_operation() -> None:
     assert served(queue) == left
 
 
-def test_reorder_keeps_everybody_and_then_goes_by_the_new_policy() -> None:
+def test_reorder_keeps_all_requests_in_the_new_policys_order() -> None:
     queue = queue_of("fcfs")
     requests = [tracked(n, Service("ab"[n % 2], priority=n % 5, deadline_seconds=100.0 - n)) for n in range(20)]
     for request in requests:
@@ -252,7 +252,7 @@ def test_reorder_keeps_everybody_and_then_goes_by_the_new_policy() -> None:
     assert sorted(numbers(queue.head(100))) == numbers(left)
 
 
-def test_from_fair_to_fair_the_counters_stay_and_new_weights_count_from_then_on() -> None:
+def test_fair_to_fair_keeps_counters_and_applies_new_weights() -> None:
     queue = queue_of("fair")
     greedy, calm = tracked(0, Service("greedy")), tracked(1, Service("calm"))
     queue.join(greedy)
@@ -272,7 +272,7 @@ def test_from_fair_to_fair_the_counters_stay_and_new_weights_count_from_then_on(
 
 
 @pytest.mark.parametrize("tokens", [1e3, 1e6, 1e9, 1e12])
-def test_between_the_heaviest_tenants_a_token_counts_however_much_the_lightest_has_received(tokens: float) -> None:
+def test_one_token_decides_between_heavy_tenants_at_large_counters(tokens: float) -> None:
     queue = queue_of("fair", light=1e-6, b=1e6, c=1e6)
     light = tracked(0, Service("light"))
     queue.charge(light, tokens)
@@ -285,7 +285,7 @@ def test_between_the_heaviest_tenants_a_token_counts_however_much_the_lightest_h
     assert order[20] == 0
 
 
-def test_each_token_of_a_prompt_is_charged_once_and_none_that_the_cache_gave() -> None:
+def test_prompt_tokens_are_charged_once_and_cached_ones_never() -> None:
     queue = queue_of("fair")
     request = tracked(0, Service("a"), prompt=10)
 
@@ -330,7 +330,7 @@ def waiting_for(*tenants: str, name: str = "fair", **weights: float) -> Queue:
     return queue
 
 
-def test_one_that_has_less_than_its_share_takes_the_newest_place_of_whoever_has_most() -> None:
+def test_tenant_below_its_share_takes_the_newest_slot_of_the_largest_tenant() -> None:
     assert claim(waiting_for("b"), seats("aaaa")) == (100, 3)
     assert claim(waiting_for("c"), seats("abbbab")) == (100, 5)
     assert claim(waiting_for("a", "b", "a"), seats("aaaa")) == (101, 3)
@@ -340,28 +340,28 @@ def test_one_that_has_less_than_its_share_takes_the_newest_place_of_whoever_has_
     assert claim(waiting_for("b"), seats("a")) is None, "nor is the last place taken"
 
 
-def test_with_one_tenant_or_another_policy_nobody_gives_way() -> None:
+def test_no_preemption_with_one_tenant_or_another_policy() -> None:
     assert claim(waiting_for("a", "a"), seats("aaaa")) is None
     assert claim(waiting_for(), seats("aaab")) is None, "nobody waits"
     for name in ("fcfs", "priority", "deadline"):
         assert claim(waiting_for("b", name=name), seats("aaaa")) is None
 
 
-def test_shares_of_places_follow_the_weights() -> None:
+def test_shares_of_slots_follow_the_weights() -> None:
     assert claim(waiting_for("b", b=3.0), seats("aaaabbbb")) == (100, 3)
     assert claim(waiting_for("b", b=3.0), seats("aabbbbbb")) is None
     assert claim(waiting_for("b", a=3.0), seats("aaaaaab")) is None
     assert claim(waiting_for("b", a=3.0), seats("aaaaaaa")) == (100, 6)
 
 
-def test_a_queue_that_wants_more_than_its_share_takes_only_half_of_that() -> None:
+def test_long_queue_takes_only_half_of_its_share() -> None:
     many = ["b"] * 10
     assert claim(waiting_for(*many), seats("aaaaaaab")) == (100, 6)
     assert claim(waiting_for(*many), seats("aaaaaabb")) is None
     assert claim(waiting_for("b", "b"), seats("aaaaaabb")) == (100, 5), "two fit its share"
 
 
-def test_whoever_has_received_more_beyond_the_leeway_takes_no_place() -> None:
+def test_tenant_ahead_beyond_the_leeway_takes_no_slot() -> None:
     queue, running = waiting_for("b"), seats("aaaa")
     queue.charge(tracked(0, Service("b")), LEEWAY_TOKENS)
     assert claim(queue, running) == (100, 3)
@@ -371,7 +371,7 @@ def test_whoever_has_received_more_beyond_the_leeway_takes_no_place() -> None:
     assert claim(queue, running) == (100, 3)
 
 
-def test_whoever_was_let_in_for_its_share_is_spared_and_who_cannot_come_in_takes_no_place() -> None:
+def test_request_admitted_for_its_share_is_spared_and_inadmissible_one_takes_no_slot() -> None:
     queue, running = waiting_for("b"), seats("aaaa")
     running[3].is_protected = True
     assert claim(queue, running) == (100, 2)
@@ -387,7 +387,7 @@ def test_whoever_was_let_in_for_its_share_is_spared_and_who_cannot_come_in_takes
     assert claim(queue, running) is None, "its tokens in flight have not arrived"
 
 
-def test_of_blocks_a_request_takes_only_what_leaves_the_other_no_less() -> None:
+def test_claim_of_blocks_leaves_the_other_tenant_no_less() -> None:
     queue, running = queue_of("fair"), seats("aaaa")
     queue.join(tracked(100, Service("b"), prompt=40))
     for request, capacity in zip(running, (16, 16, 32, 36), strict=True):
@@ -399,7 +399,7 @@ def test_of_blocks_a_request_takes_only_what_leaves_the_other_no_less() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_places_change_hands_a_few_times_and_never_go_back(seed: int) -> None:
+def test_slots_change_tenants_a_few_times_and_never_back(seed: int) -> None:
     """Whoever runs and whoever waits, the tenants get even and then it is over; none of them gives what it lacks."""
     chance = random.Random(seed)
     weights = {tenant: chance.choice([0.5, 1.0, 1.0, 4.0]) for tenant in "abcd"}
@@ -444,7 +444,7 @@ def shared(queue: Queue, running: Sequence[Request], *, now: float = 0.0, budget
     return {request.number: count for request, count in plan}
 
 
-def test_the_prompts_of_whoever_has_little_and_no_queue_come_first_and_alone() -> None:
+def test_prompts_of_a_tenant_without_a_queue_come_first_and_alone() -> None:
     running = prompts_of("aab", 70)
     queue = waiting_for("a")
     assert shared(queue, running) == {2: 70}
@@ -456,14 +456,14 @@ def test_the_prompts_of_whoever_has_little_and_no_queue_come_first_and_alone() -
     assert shared(queue, running) == {0: 20, 2: 20}, "both have a queue"
 
 
-def test_those_whose_turn_it_is_go_by_what_they_have_received() -> None:
+def test_turns_follow_the_received_tokens() -> None:
     running = prompts_of("abc", 70)
     queue = waiting_for("a")
     queue.charge(running[1], 5.0)
     assert shared(queue, running) == {2: 70, 1: 30}
 
 
-def test_a_tenant_with_a_queue_takes_short_steps_while_another_is_about() -> None:
+def test_tenant_with_a_queue_gets_short_steps_beside_another() -> None:
     running = prompts_of("aa", 70)
     queue = waiting_for("a")
     assert shared(queue, running) == {0: 50, 1: 50}, "it is alone"
@@ -478,7 +478,7 @@ def test_a_tenant_with_a_queue_takes_short_steps_while_another_is_about() -> Non
     assert queue.turns(prompts_of("ab", 9), 1e9) is not None, "one that runs is about"
 
 
-def test_one_that_wants_no_prompt_computed_keeps_nobody_s_turn_from_coming() -> None:
+def test_tenant_without_a_prompt_does_not_block_the_turns_of_others() -> None:
     """Whether it is only about or decodes: it has received less than any other."""
     running = prompts_of("aab", 70)
     decoding = tracked(9, Service("idle"), prompt=1)
@@ -495,7 +495,7 @@ def test_one_that_wants_no_prompt_computed_keeps_nobody_s_turn_from_coming() -> 
     assert shared(queue, [*running, decoding]) == {9: 1, 0: 20, 2: 20}, "it wants a token of its prompt"
 
 
-def test_of_tenants_that_were_about_only_so_many_are_remembered() -> None:
+def test_recently_active_tenants_are_bounded() -> None:
     queue = queue_of("fair")
     for number in range(10 * ABOUT_MAX):
         request = tracked(number, Service(f"tenant {number}"))
@@ -504,7 +504,7 @@ def test_of_tenants_that_were_about_only_so_many_are_remembered() -> None:
     assert len(queue._came_at) == ABOUT_MAX
 
 
-def test_the_head_passes_over_tenants_that_are_not_to_come() -> None:
+def test_head_skips_excluded_tenants() -> None:
     queue = waiting_for("a", "b", "a", "c")
     assert numbers(queue.head(2, without={"a"})) == [101, 103]
     assert numbers(queue.head(9, without={"a", "b", "c"})) == []
@@ -535,7 +535,7 @@ def blocked_core(
         (policy("fair"), [0, 3, 1, 2]),
     ],
 )
-def test_the_core_serves_in_the_policy_s_order(chosen: SetPolicy, order: list[int]) -> None:
+def test_core_serves_in_the_policy_order(chosen: SetPolicy, order: list[int]) -> None:
     core, device = blocked_core(0, chosen)
     services = [
         Service("a", 1, deadline_seconds=200.0),
@@ -549,7 +549,7 @@ def test_the_core_serves_in_the_policy_s_order(chosen: SetPolicy, order: list[in
     assert [request_id for request_id in device.order() if request_id < 1000] == order
 
 
-def test_under_priority_nobody_starves() -> None:
+def test_priority_ages_waiting_requests() -> None:
     """There is always another one of higher priority, and still the first goes on when it has waited for its turn."""
     core, _ = blocked_core(0, policy("priority", aging_seconds=0.5))
     core.admit(0, [9, 9], Sampling(max_tokens=2), service=Service(priority=0))
@@ -578,7 +578,7 @@ def tokens_by_tenant(core: Core, tenants: dict[int, str]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("running_max", [1, 2, 5])
-def test_fair_one_tenant_floods_and_the_other_is_served_as_much(running_max: int) -> None:
+def test_fair_flooding_tenant_gets_no_more_than_the_other(running_max: int) -> None:
     core, device = blocked_core(0, policy("fair"), running_max=running_max)
     tenants = {request_id: "flood" if request_id < 100 else "calm" for request_id in range(120)}
     for request_id, tenant in tenants.items():
@@ -611,7 +611,7 @@ def test_fair_shares_follow_the_weights(running_max: int) -> None:
     finish(core)
 
 
-def test_fair_one_that_was_away_takes_turns_when_it_comes_back() -> None:
+def test_fair_returning_tenant_takes_turns() -> None:
     """The other has run one long request meanwhile, with nobody waiting."""
     core, _ = blocked_core(0, policy("fair"))
     core.admit(0, [1, 1], Sampling(max_tokens=1), service=Service("away"))
@@ -628,7 +628,7 @@ def test_fair_one_that_was_away_takes_turns_when_it_comes_back() -> None:
 @pytest.mark.parametrize(
     ("chosen", "victim"), [(policy("fcfs"), 2), (policy("priority"), 1), (policy("deadline"), 0), (policy("fair"), 1)]
 )
-def test_the_core_preempts_the_policy_s_victim(chosen: SetPolicy, victim: int) -> None:
+def test_core_preempts_the_policys_victim(chosen: SetPolicy, victim: int) -> None:
     """Three grow until the pool is full; the one that the policy would serve last gives way."""
     core = Core(0, device=WatchedDevice(1 + 12, 4), running_max=3, policy=chosen)
     services = [
@@ -647,7 +647,7 @@ def test_the_core_preempts_the_policy_s_victim(chosen: SetPolicy, victim: int) -
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_preempted_request_runs_again_before_one_that_never_ran(name: str, seed: int) -> None:
+def test_preempted_request_runs_before_a_new_one(name: str, seed: int) -> None:
     core = Core(seed, device=(device := WatchedDevice(1 + 12, 4)), running_max=3, policy=policy(name))
     for request_id in range(3):
         core.admit(request_id, [request_id] * 8, Sampling(max_tokens=30))
@@ -663,7 +663,7 @@ def test_a_preempted_request_runs_again_before_one_that_never_ran(name: str, see
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_policy_changes_while_a_hundred_wait_and_some_run(seed: int) -> None:
+def test_policy_changes_with_a_hundred_waiting_requests(seed: int) -> None:
     core, device = blocked_core(seed, policy("fcfs"), running_max=3)
     chance = random.Random(seed)
     services = [Service(chance.choice("ab"), p, deadline_seconds=1e6 - p) for p in chance.sample(range(100), 100)]
@@ -704,7 +704,7 @@ def preempted_for_a_share(core: Core, request_ids: range) -> list[int]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("lead", [0.0, 900.0])
 @pytest.mark.parametrize(("running_max", "block_count"), [(4, 400), (8, 1 + 36)])
-def test_fair_one_that_comes_takes_a_place_of_whoever_holds_all(
+def test_fair_arrival_takes_a_slot_of_the_tenant_that_holds_all(
     running_max: int, block_count: int, lead: float, seed: int
 ) -> None:
     """Of the seats, or of the blocks, and even where its tenant has received a little more than the other.
@@ -725,14 +725,14 @@ def test_fair_one_that_comes_takes_a_place_of_whoever_holds_all(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_fair_a_tenant_alone_loses_nothing_for_fairness(seed: int) -> None:
+def test_fair_single_tenant_is_never_preempted_for_a_share(seed: int) -> None:
     core = alternating_core(seed, running_max=4, block_count=400)
     finish(core)
     assert preemptions(core) == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_fair_what_is_computed_again_is_not_charged_again(seed: int) -> None:
+def test_fair_recomputed_tokens_are_not_charged_again(seed: int) -> None:
     core = Core(seed, device=WatchedDevice(1 + 12, 4), running_max=3, policy=policy("fair"))
     for request_id in range(3):
         core.admit(request_id, [request_id] * 8, Sampling(max_tokens=30), service=Service("a"))
@@ -756,7 +756,7 @@ def first_tokens(core: Core, device: WatchedDevice, request_id: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_rule_long_prefill_cap_a_short_prompt_behind_a_long_one_need_not_wait_for_it(seed: int) -> None:
+def test_rule_long_prefill_cap_short_prompt_does_not_wait_for_a_long_one(seed: int) -> None:
     device = WatchedDevice(400, 4)
     core = Core(seed, device=device, token_budget=20, long_prefill_tokens=5)
     core.admit(0, list(range(200)), Sampling(max_tokens=1))
@@ -768,7 +768,7 @@ def test_rule_long_prefill_cap_a_short_prompt_behind_a_long_one_need_not_wait_fo
     finish(core)
 
 
-def test_rule_long_prefill_cap_alone_a_long_prompt_gets_the_whole_budget() -> None:
+def test_rule_long_prefill_cap_lone_prompt_gets_the_whole_budget() -> None:
     device = WatchedDevice(400, 4)
     core = Core(0, device=device, token_budget=20, long_prefill_tokens=5)
     core.admit(0, list(range(200)), Sampling(max_tokens=1))
@@ -776,7 +776,7 @@ def test_rule_long_prefill_cap_alone_a_long_prompt_gets_the_whole_budget() -> No
     assert [sum(chunk.token_count for chunk in step.chunks) for step in device.seen] == [20] * 10
 
 
-def test_rule_long_prefill_cap_what_the_others_do_not_want_the_long_one_gets() -> None:
+def test_rule_long_prefill_cap_long_prompt_gets_the_unused_budget() -> None:
     """Two run, and every step is full until there is nothing more to fill it with."""
     device = WatchedDevice(400, 4)
     core = Core(0, device=device, token_budget=20, long_prefill_tokens=5)
@@ -789,7 +789,7 @@ def test_rule_long_prefill_cap_what_the_others_do_not_want_the_long_one_gets() -
     assert len(both) >= 5 and all(chunk.token_count == 10 for step in both[1:-1] for chunk in step.chunks)
 
 
-def test_rule_long_prefill_cap_seats_that_are_taken_leave_nothing_to_save_for() -> None:
+def test_rule_long_prefill_cap_does_not_apply_without_a_free_slot() -> None:
     """One waits that cannot come in, so the one that runs is not held back for it."""
     device = WatchedDevice(400, 4)
     core = Core(0, device=device, token_budget=20, running_max=1, long_prefill_tokens=5)
@@ -800,7 +800,7 @@ def test_rule_long_prefill_cap_seats_that_are_taken_leave_nothing_to_save_for() 
     assert len(device.seen) <= 12
 
 
-def test_rule_skip_blocked_one_that_gets_nothing_is_passed_over() -> None:
+def test_rule_skip_blocked_request_without_tokens_is_skipped() -> None:
     """The first in line is done but for the token that is in flight; those behind it are computed."""
     device = WatchedDevice(400, 4)
     core = Core(0, device=device, token_budget=4, steps_in_flight=3)
@@ -810,7 +810,7 @@ def test_rule_skip_blocked_one_that_gets_nothing_is_passed_over() -> None:
     assert [sum(chunk.token_count for chunk in step.chunks) for step in device.seen] == [4, 4, 4, 4, 4, 2]
 
 
-def test_the_heap_of_the_queue_stays_a_heap() -> None:
+def test_queue_heap_stays_a_heap() -> None:
     """Joining, leaving and looking in any order, against a sorted list."""
     chance = random.Random(9)
     queue = queue_of("priority", aging_seconds=1.0)

@@ -81,7 +81,7 @@ def heard(core: Core, kind: type[object]) -> list[object]:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("steps", [20, 60, 90])
-def test_streams_go_on_over_an_executors_death(seed: int, steps: int) -> None:
+def test_streams_continue_after_the_executors_death(seed: int, steps: int) -> None:
     core = Core(seed, device=StubDevice(60, 4), steps_in_flight=seed % 3 + 1, running_max=3)
     admit_all(core, 5)
     for _ in range(steps):
@@ -94,7 +94,7 @@ def test_streams_go_on_over_an_executors_death(seed: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_streams_go_on_over_the_cache_managers_death(seed: int) -> None:
+def test_streams_continue_after_the_cache_managers_death(seed: int) -> None:
     core = Core(seed, device=StubDevice(60, 4), running_max=3)
     admit_all(core, 5)
     for _ in range(40 + 3 * seed):
@@ -105,7 +105,7 @@ def test_streams_go_on_over_the_cache_managers_death(seed: int) -> None:
     assert len(heard(core, Recovering)) == len(heard(core, Recovered)) == 1
 
 
-def test_an_answer_to_a_question_that_is_void_is_not_taken() -> None:
+def test_answer_to_a_void_round_is_ignored() -> None:
     core = Core(0, device=StubDevice(60, 4))
     finish(core)
     admit_all(core, 1)
@@ -119,7 +119,7 @@ def test_an_answer_to_a_question_that_is_void_is_not_taken() -> None:
     check_outputs(core, 1)
 
 
-def test_nothing_is_planned_until_there_is_another_executor() -> None:
+def test_nothing_is_planned_until_the_next_executor_is_ready() -> None:
     core = Core(0, device=StubDevice(60, 4))
     admit_all(core, 3)
     step_until(core, lambda: running(core) == 3)
@@ -148,7 +148,7 @@ def test_a_request_that_kills_the_executor_fails_alone(is_killed: bool, deaths: 
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_several_fail_one_after_another_and_the_others_go_on(seed: int) -> None:
+def test_several_deadly_requests_fail_and_the_others_continue(seed: int) -> None:
     core = poisoned_core(seed, 0, 3, steps_in_flight=3)
     admit_all(core, 5)
     finish(core)
@@ -156,7 +156,7 @@ def test_several_fail_one_after_another_and_the_others_go_on(seed: int) -> None:
     assert {core.ends()[request_id].reason for request_id in (0, 3)} == {FinishReason.FAILED}
 
 
-def test_whoever_was_there_twice_runs_alone_until_it_has_sampled_two_tokens() -> None:
+def test_suspect_of_two_deaths_runs_alone_until_it_has_sampled_two_tokens() -> None:
     suspects = [tracked(number) for number in range(3)]
     assert recovery.attribute_crash(suspects, from_outside=False) is None
     assert not any(each.suspect for each in suspects)
@@ -197,7 +197,7 @@ def test_the_cause_of_a_death_says_whether_it_came_from_outside(
     assert recovery.is_from_outside(death, "scheduler") is is_from_outside
 
 
-def test_deaths_without_a_step_in_between_come_to_an_end() -> None:
+def test_deaths_without_a_step_in_between_end_the_engine() -> None:
     core = Core(0, device=StubDevice(60, 4), restarts_max=2)
     finish(core)
     for deaths in range(1, 5):
@@ -209,7 +209,7 @@ def test_deaths_without_a_step_in_between_come_to_an_end() -> None:
     assert "died 3 times" in gave_up.reason and "it raised" in gave_up.reason
 
 
-def test_a_step_that_was_done_is_new_hope() -> None:
+def test_completed_step_resets_the_count_of_deaths() -> None:
     core = Core(0, device=StubDevice(60, 4), restarts_max=2)
     for number in range(4):
         core.admit(number, [5], Sampling(max_tokens=1))
@@ -220,7 +220,7 @@ def test_a_step_that_was_done_is_new_hope() -> None:
     assert not heard(core, GaveUp)
 
 
-def test_an_executor_that_hangs_is_killed() -> None:
+def test_hanging_executor_is_killed() -> None:
     core = Core(0, device=StubDevice(60, 4), executor="process")
     finish(core)
     admit_all(core, 2, max_tokens=40)
@@ -252,14 +252,14 @@ def waits_for_a_kill(core: Core) -> float:
     return core.now() - before
 
 
-def test_an_executor_that_hangs_in_its_first_step_is_killed() -> None:
+def test_executor_that_hangs_in_its_first_step_is_killed() -> None:
     core = Core(0, device=StubDevice(60, 4), executor="process")
     finish(core)
     admit_all(core, 2)
     assert waits_for_a_kill(core) == pytest.approx(FIRST_STEP_SECONDS, abs=1)
 
 
-def test_the_first_step_may_take_longer_where_the_start_did() -> None:
+def test_limit_of_the_first_step_grows_with_the_start_time() -> None:
     core = Core(0, device=StubDevice(60, 4), executor="process")
     finish(core)
     core.scheduler.tell(Terminated("executor", "it died", True, ExitCause.CRASHED))
@@ -268,7 +268,7 @@ def test_the_first_step_may_take_longer_where_the_start_did() -> None:
     assert waits_for_a_kill(core) == pytest.approx(200, abs=1)
 
 
-def test_an_executor_that_hangs_while_it_takes_another_one_s_place_is_killed() -> None:
+def test_executor_that_hangs_while_taking_over_is_killed() -> None:
     core = Core(0, device=StubDevice(60, 4), executor="process")
     finish(core)
     core.scheduler.tell(Terminated("executor", "it died", True, ExitCause.CRASHED))
@@ -276,7 +276,7 @@ def test_an_executor_that_hangs_while_it_takes_another_one_s_place_is_killed() -
     assert "take the place of a lost one" in core.kills[0]
 
 
-def test_an_executor_that_does_not_report_is_killed() -> None:
+def test_executor_that_does_not_report_is_killed() -> None:
     core = Core(0, device=StubDevice(60, 4), executor="process")
     core.executor.actor = Deaf()
     while not core.kills:
@@ -285,7 +285,7 @@ def test_an_executor_that_does_not_report_is_killed() -> None:
     assert core.kills == ["the executor that was asked for a report has not answered for 300 s"]
 
 
-def test_a_model_that_cannot_be_loaded_fails_the_start_and_is_tried_again_later() -> None:
+def test_unloadable_model_fails_the_start_and_is_retried_later() -> None:
     core = Core(0, device=StubDevice(60, 4), executor="process")
     finish(core)
     scheduler_of(core).handle(ExecutorFailed("no weights"))
@@ -347,7 +347,7 @@ class New:
         return self.core
 
 
-def test_it_begins_where_the_streams_are() -> None:
+def test_new_scheduler_continues_the_restored_streams() -> None:
     new = New()
     tokens, _ = expected_output([1, 7, 9], Sampling(max_tokens=4))
     shorter, longer = tokens[:1], tokens[:3]
@@ -362,7 +362,7 @@ def test_it_begins_where_the_streams_are() -> None:
     assert heard(core, Recovering) and heard(core, Recovered)
 
 
-def test_one_whose_last_token_was_given_already_only_lacks_its_end() -> None:
+def test_restored_request_with_all_tokens_ends_at_once() -> None:
     new = New()
     tokens, _ = expected_output([1, 7, 9], Sampling(max_tokens=4))
     new.remember(admit_message(1), _1=tuple(tokens))
@@ -371,7 +371,7 @@ def test_one_whose_last_token_was_given_already_only_lacks_its_end() -> None:
     assert (core.ends()[1].reason, core.ends()[1].usage) == (FinishReason.LENGTH, Usage(3, 0, 4))
 
 
-def test_until_it_has_heard_it_plans_nothing_and_forgets_nothing() -> None:
+def test_new_scheduler_plans_nothing_before_its_state_is_restored() -> None:
     new = New()
     core = new.core
     for message in (
@@ -400,7 +400,7 @@ def test_until_it_has_heard_it_plans_nothing_and_forgets_nothing() -> None:
     assert {ended.request_id for ended, _ in histories.ended} == {2, 5, 6}
 
 
-def test_one_that_it_cannot_take_does_not_take_the_others_with_it() -> None:
+def test_restored_request_that_does_not_fit_fails_alone() -> None:
     new = New()
     without_room = Admit(RequestId(3), (1, 2), Sampling(), token_limit=2, service=Service(), submitted_at=0.0)
     new.remember(without_room, admit_message(4))
@@ -410,7 +410,7 @@ def test_one_that_it_cannot_take_does_not_take_the_others_with_it() -> None:
     assert core.ends()[4].reason is FinishReason.LENGTH
 
 
-def test_what_has_output_comes_first() -> None:
+def test_restored_requests_with_output_come_first() -> None:
     new = New()
     new.remember(admit_message(1, max_tokens=9), admit_message(2, max_tokens=9), _2=(500,))
     while new.core.step():
@@ -436,7 +436,7 @@ def told_histories(core: Core) -> list[detokenizer.Histories]:
     return [message for message in core.detokenizer.messages if isinstance(message, detokenizer.Histories)]
 
 
-def test_a_request_that_is_admitted_again_has_its_history_told_again() -> None:
+def test_request_admitted_again_has_its_history_sent_again() -> None:
     core = Silent().core
     core.scheduler.tell(admit_message(1, max_tokens=30))
     step_until(core, lambda: len(core.outputs().get(1, ())) >= 3)
@@ -476,7 +476,7 @@ def test_ends_are_kept_until_they_are_confirmed() -> None:
 
 
 @pytest.mark.parametrize("is_ended", [True, False])
-def test_nobody_computes_for_a_stream_that_was_ended(is_ended: bool) -> None:
+def test_ended_stream_is_not_computed(is_ended: bool) -> None:
     core = Silent().core
     core.scheduler.tell(admit_message(1, max_tokens=30))
     step_until(core, lambda: running(core) == 1)
@@ -485,7 +485,7 @@ def test_nobody_computes_for_a_stream_that_was_ended(is_ended: bool) -> None:
     finish(core)
 
 
-def test_a_stream_that_was_ended_early_on_is_not_computed_again() -> None:
+def test_stream_ended_before_its_admission_is_not_computed() -> None:
     """Its request was still in the mailbox when the scheduler before died."""
     new = New()
     for message in (admit_message(5), Closed((RequestId(5),))):
@@ -497,7 +497,7 @@ def test_a_stream_that_was_ended_early_on_is_not_computed_again() -> None:
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
-def test_one_that_comes_again_has_nothing_of_what_was_asked_for_before(
+def test_reused_request_id_gets_no_blocks_or_tokens_of_its_first_use(
     is_waiting: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An id that was over and is admitted anew, while blocks, or a token, for its first time are under way."""
@@ -516,7 +516,7 @@ def test_one_that_comes_again_has_nothing_of_what_was_asked_for_before(
     assert "step_raised" not in caplog.text
 
 
-def test_a_token_of_one_that_is_over_is_not_given_to_who_came_since() -> None:
+def test_token_of_an_ended_request_is_not_given_to_its_successor() -> None:
     core = Silent().core
     core.scheduler.tell(admit_message(1, max_tokens=30))
     step_until(core, lambda: len(core.outputs().get(1, ())) == 3 and len(scheduler_of(core)._state._steps) > 0)
@@ -542,7 +542,7 @@ class Small(WatchedDevice):
 
 
 @pytest.mark.parametrize("fits", [1, 2, 7, 30])
-def test_steps_that_do_not_fit_are_made_smaller_and_nobody_fails(fits: int) -> None:
+def test_steps_that_do_not_fit_are_made_smaller_without_failures(fits: int) -> None:
     device = Small(100, 4)
     device.fits = fits
     core = Core(0, device=device)
@@ -555,7 +555,7 @@ def test_steps_that_do_not_fit_are_made_smaller_and_nobody_fails(fits: int) -> N
     assert refused <= 12 * 7, "the device is not asked again and again for what it cannot do"
 
 
-def test_what_fits_is_tried_again_when_there_may_be_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_that_fits_is_raised_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = 32
     monkeypatch.setattr("cuelight.actors.scheduler.planning.STEPS_BEFORE_GROWTH", steps)
     device = Small(1000, 4)
@@ -570,7 +570,7 @@ def test_what_fits_is_tried_again_when_there_may_be_room(monkeypatch: pytest.Mon
     assert max(sum(chunk.token_count for chunk in step.chunks) for step in device.seen) > 4
 
 
-def test_a_token_that_does_not_fit_by_itself_is_its_request_s_failure() -> None:
+def test_single_token_that_does_not_fit_fails_its_request() -> None:
     device = Small(100, 4)
     core = Core(0, device=device)
     admit_all(core, 3)
@@ -593,7 +593,7 @@ def admit_long(core: Core, count: int) -> None:
 
 
 @pytest.mark.parametrize("lasts", [True, False])
-def test_what_was_saved_before_the_executor_died_is_loaded_and_not_computed(lasts: bool) -> None:
+def test_blocks_saved_before_the_executors_death_are_loaded(lasts: bool) -> None:
     first = lasting()
     core = Core(0, device=first)
     admit_long(core, 6)
@@ -613,7 +613,7 @@ def test_what_was_saved_before_the_executor_died_is_loaded_and_not_computed(last
     assert second.computed() == (4 if lasts else 20)
 
 
-def test_copies_of_steps_that_nobody_has_answered_may_not_have_been_made() -> None:
+def test_copies_of_unanswered_steps_count_as_not_made() -> None:
     """Nor has anybody made those that no step has been given yet."""
     core = Core(0, device=lasting())
     admit_long(core, 2)

@@ -49,7 +49,7 @@ def test_a_prefix_is_computed_once(seed: int, token_budget: int) -> None:
     assert device.computed() == 41 + 11 * 1 + 12 * 2
 
 
-def test_without_a_common_block_nobody_waits_for_another() -> None:
+def test_requests_without_a_common_block_do_not_wait() -> None:
     device = WatchedDevice(200, 4)
     core = Core(0, device=device, token_budget=512)
     for request_id in range(6):
@@ -61,7 +61,7 @@ def test_without_a_common_block_nobody_waits_for_another() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("token_budget", [7, 13, 20])
-def test_chunks_of_one_token_are_no_decodes(block_size: int, token_budget: int) -> None:
+def test_prefill_chunks_of_one_token_are_not_decodes(block_size: int, token_budget: int) -> None:
     """Prompts whose last chunk holds a single token, before and after the hit, for a leader and for those behind it."""
     for length in range(token_budget - 1, 3 * token_budget + 3):
         device = WatchedDevice(2 + 4 * -(-(length + 9) // block_size), block_size)
@@ -112,14 +112,14 @@ def test_a_leader_whose_steps_fail_is_followed_by_another(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_after_one_failed_step_the_leader_goes_on_and_the_others_too(seed: int) -> None:
+def test_leader_and_followers_continue_after_one_failed_step(seed: int) -> None:
     core, device = leader_in_the_middle(seed)
     device.failures = 1
     finish(core)
     outputs_are_right(core, range(5), Sampling(max_tokens=4))
 
 
-def test_a_leader_that_is_preempted_goes_on_later() -> None:
+def test_preempted_leader_continues_later() -> None:
     """One that runs already grows into the blocks of the leader, who is the newest."""
     for seed in range(20):
         device = WatchedDevice(1 + 17, 4)
@@ -147,7 +147,7 @@ def test_the_leader_leaves_at_any_moment(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_those_who_wait_are_not_forgotten_when_the_last_block_comes_meanwhile(seed: int) -> None:
+def test_prefix_waiters_continue_when_the_last_block_completes_meanwhile(seed: int) -> None:
     """The prefix is complete between the question and the answer that sets the others aside; the leader runs on."""
     for moment in range(4, 40, 2):
         device = WatchedDevice(200, 4)
@@ -163,7 +163,7 @@ def test_those_who_wait_are_not_forgotten_when_the_last_block_comes_meanwhile(se
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_those_behind_one_that_is_set_aside_go_on(seed: int) -> None:
+def test_requests_behind_a_prefix_waiter_continue(seed: int) -> None:
     core, device = leader_in_the_middle(seed)
     core.admit(7, [9, 9], Sampling(max_tokens=1))
     step_until(core, lambda: not is_live(core, 7))
@@ -173,7 +173,7 @@ def test_those_behind_one_that_is_set_aside_go_on(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_those_behind_many_that_are_set_aside_go_on_at_once(seed: int) -> None:
+def test_requests_behind_many_prefix_waiters_continue_at_once(seed: int) -> None:
     """There is one seat left, and each that is tried for it waits for the leader, who could use every step alone."""
     device = WatchedDevice(400, 4)
     core = Core(seed, device=device, token_budget=8, running_max=2, long_prefill_tokens=4)
@@ -186,7 +186,7 @@ def test_those_behind_many_that_are_set_aside_go_on_at_once(seed: int) -> None:
     outputs_are_right(core, range(20), Sampling(max_tokens=1), prefix)
 
 
-def test_who_is_set_aside_is_tried_twice_and_not_at_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefix_waiter_is_tried_twice_and_not_at_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once to be set aside, once to be admitted; the leader's prompt takes fifty steps."""
     core = Core(1, device=WatchedDevice(400, 4), token_budget=8, running_max=16, long_prefill_tokens=4)
     prefix = list(range(2000, 2200))
@@ -205,7 +205,7 @@ def test_who_is_set_aside_is_tried_twice_and_not_at_every_chunk(monkeypatch: pyt
     assert max(asked.count(request_id) for request_id in range(12)) <= 3
 
 
-def test_more_than_can_be_set_aside_still_all_end() -> None:
+def test_more_requests_than_prefix_waiters_allowed_all_end() -> None:
     core = Core(2, device=WatchedDevice(600, 4), token_budget=32, running_max=100, long_prefill_tokens=8)
     together(core, DEFERRED_MAX + 100, Sampling(max_tokens=1))
     for _ in range(200_000):
@@ -241,7 +241,7 @@ def test_tiny_pools_and_any_order_of_delivery(seed: int) -> None:
     outputs_are_right(core, range(8), sampling)
 
 
-def test_the_same_prompt_many_times_is_computed_once_but_for_its_last_block() -> None:
+def test_equal_prompts_are_computed_once_except_the_last_block() -> None:
     device = WatchedDevice(200, 4)
     core = Core(3, device=device, token_budget=16, running_max=4)
     for request_id in range(10):
@@ -252,7 +252,7 @@ def test_the_same_prompt_many_times_is_computed_once_but_for_its_last_block() ->
 
 
 @pytest.mark.parametrize(("shared", "sample_of", "enough"), [(9, None, 8), (39, None, 36), (40, 0, 39)])
-def test_nobody_waits_for_tokens_that_it_cannot_share(shared: int, sample_of: int | None, enough: int) -> None:
+def test_no_request_waits_for_tokens_that_it_cannot_share(shared: int, sample_of: int | None, enough: int) -> None:
     """Tokens of a block that differs before its end, and the last token (rule `recompute-last`)."""
     core = Core(0, device=WatchedDevice(100, 4), token_budget=enough)
     core.admit(0, PREFIX if sample_of == 0 else [*PREFIX[: enough + 1], 0], Sampling(max_tokens=4))

@@ -41,7 +41,7 @@ def requests(seed: int, count: int, prompt_max: int, output_max: int) -> list[tu
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_order_of_delivery_gives_each_request_what_it_gets_alone(seed: int) -> None:
+def test_any_order_of_delivery_gives_each_request_its_lone_output(seed: int) -> None:
     chance = random.Random(seed)
     block_size = chance.choice([1, 2, 4, 16])
     longest = 80
@@ -73,7 +73,7 @@ def test_any_order_of_delivery_gives_each_request_what_it_gets_alone(seed: int) 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_aborts_and_failed_steps_touch_nobody_else(seed: int) -> None:
+def test_aborts_and_failed_steps_affect_no_other_request(seed: int) -> None:
     chance = random.Random(seed)
     device = FailingDevice(40, 4, lambda step: chance.random() < 0.03)
     core = Core(seed, device=device, token_budget=chance.choice([4, 32]), running_max=6)
@@ -118,7 +118,7 @@ class OverflowingDevice(StubDevice):
         return msgspec.structs.replace(done, request_ids=tuple(sound), token_ids=tuple(sound.values()), failed=failed)
 
 
-def test_nobody_finds_what_a_request_computed_whose_logits_were_no_numbers() -> None:
+def test_blocks_of_a_request_with_non_finite_logits_are_not_reused() -> None:
     device = OverflowingDevice({1})
     core = Core(0, device=device, token_budget=8)
     prompt = list(range(40))
@@ -158,7 +158,7 @@ def test_a_request_that_breaks_every_step_fails_alone() -> None:
     assert core.blocks().blocks_free == core.blocks().blocks_total
 
 
-def test_decodes_come_before_prefills_and_the_budget_holds() -> None:
+def test_decodes_precede_prefills_within_the_token_budget() -> None:
     device = WatchedDevice(500, 4)
     core = Core(0, device=device, token_budget=10, running_max=8)
     for request_id in range(3):
@@ -187,7 +187,7 @@ def test_prefill_is_in_arrival_order() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_rule_head_of_line_nobody_is_admitted_over_the_head_of_the_queue(seed: int) -> None:
+def test_rule_head_of_line_no_request_is_admitted_before_the_head_of_the_queue(seed: int) -> None:
     """The second does not fit beside the first; the third, which would, waits behind it."""
     device = WatchedDevice(1 + 12, 4)
     core = Core(seed, device=device)
@@ -215,7 +215,7 @@ def test_rule_victim_the_newest_is_preempted_first_and_keeps_its_tokens() -> Non
     assert core.figures().preemptions == sum(end.preemptions for end in core.ends().values())
 
 
-def test_rule_no_useless_step_no_step_is_run_that_nobody_needs() -> None:
+def test_rule_no_useless_step_only_needed_steps_run() -> None:
     """A prompt and three tokens take one prefill and two decodes, however many steps may be in flight."""
     device = WatchedDevice(50, 4)
     core = Core(0, device=device, steps_in_flight=4)
@@ -224,7 +224,7 @@ def test_rule_no_useless_step_no_step_is_run_that_nobody_needs() -> None:
     assert [sum(c.token_count for c in step.chunks) for step in device.seen] == [3, 1, 1]
 
 
-def test_rule_resume_as_prefill_the_prefix_of_a_conversation_is_found_again() -> None:
+def test_rule_resume_as_prefill_prefix_of_a_conversation_is_reused() -> None:
     core = Core(0, device=StubDevice(100, 4))
     prompt = list(range(100, 120))
     core.admit(0, prompt, Sampling(max_tokens=9))
@@ -251,7 +251,7 @@ def test_a_stop_string_ends_the_request_where_the_text_ended(output_tokens: int)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_one_that_leaves_while_it_is_given_the_last_block_makes_room(seed: int) -> None:
+def test_request_that_leaves_while_granted_the_last_block_frees_it(seed: int) -> None:
     core = Core(seed, device=StubDevice(2, 16))
     sampling = Sampling(max_tokens=4)
     for request_id in range(4):
@@ -282,7 +282,7 @@ def test_a_stop_string_may_be_found_late(seed: int) -> None:
     assert core.blocks().blocks_free == core.blocks().blocks_total
 
 
-def test_rule_abort_anywhere_abort_is_known_in_every_state_and_idempotent() -> None:
+def test_rule_abort_anywhere_abort_is_idempotent_in_every_state() -> None:
     """Whatever the moment, one abort ends the request once and gives every block back."""
     for moment in range(0, 120, 3):
         core = Core(moment, device=StubDevice(1 + 8, 4), token_budget=6, running_max=3)

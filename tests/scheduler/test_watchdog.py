@@ -33,7 +33,7 @@ def passes(core: Core, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("who", ["executor", "cache manager"])
-def test_whoever_is_silent_is_named_and_explains_the_wait(who: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_silent_peer_is_named_and_explains_the_wait(who: str, caplog: pytest.LogCaptureFixture) -> None:
     core = Core(0, device=WatchedDevice(50, 4))
     finish(core)  # it is ready
     address = core.executor if who == "executor" else core.cache
@@ -49,7 +49,7 @@ def test_whoever_is_silent_is_named_and_explains_the_wait(who: str, caplog: pyte
     assert any(f"the {who} has not answered" in moment.why for moment in explained(core, 1).timeline)
 
 
-def test_it_is_heard_when_it_answers_after_all() -> None:
+def test_late_answer_is_accepted_and_logged() -> None:
     core = Core(0, device=WatchedDevice(50, 4))
     finish(core)
     cache_manager, late = core.cache.actor, []
@@ -69,7 +69,7 @@ def test_it_is_heard_when_it_answers_after_all() -> None:
     assert len(core.outputs()[0]) == 4
 
 
-def test_nobody_is_awaited_at_rest() -> None:
+def test_no_peer_is_awaited_at_rest() -> None:
     core = Core(0, device=WatchedDevice(50, 4))
     core.admit(0, [1, 2, 3], Sampling(max_tokens=4))
     finish(core)
@@ -86,7 +86,7 @@ def test_a_step_that_failed_is_not_waited_for() -> None:
     assert core.now() < ANSWER_SECONDS
 
 
-def test_one_timer_runs_where_a_wake_up_is_heard_after_it_was_given_up() -> None:
+def test_one_timer_runs_after_a_cancelled_wake_up_arrives() -> None:
     """The timer is over, and before the scheduler hears of it the answer comes and another question goes out."""
     clock = VirtualClock()
     timers: list[VirtualTimer] = []
@@ -118,7 +118,7 @@ class Watch:
         return self._clock.call_later(seconds, lambda: None)
 
 
-def test_whoever_took_long_before_may_take_longer() -> None:
+def test_limit_grows_with_earlier_answer_times() -> None:
     watch = Watch(30.0, 30.0)
     watchdog, due = watch.watchdog, watch.due
     watchdog.asked(0.0)
@@ -132,7 +132,7 @@ def test_whoever_took_long_before_may_take_longer() -> None:
     assert watchdog.silence(500.0) is None and due[-1] == FACTOR * 210.0 - 190.0, "one after the other"
 
 
-def test_a_larger_question_may_take_longer_in_proportion() -> None:
+def test_limit_grows_in_proportion_to_the_request_size() -> None:
     watch = Watch(5.0, 300.0)
     watchdog, due = watch.watchdog, watch.due
     watchdog.asked(0.0, 10)
@@ -144,7 +144,7 @@ def test_a_larger_question_may_take_longer_in_proportion() -> None:
         watchdog.give_up()
 
 
-def test_only_recent_answers_count_and_none_of_an_executor_before() -> None:
+def test_only_recent_answers_of_the_current_executor_count() -> None:
     watch = Watch(5.0, 300.0)
     watchdog, due = watch.watchdog, watch.due
     for number in range(RECENT_ANSWERS + 1):
@@ -160,7 +160,7 @@ def test_only_recent_answers_count_and_none_of_an_executor_before() -> None:
     assert due[-1] == 300.0
 
 
-def test_a_limit_that_is_set_is_the_limit() -> None:
+def test_fixed_limit_is_used() -> None:
     watch = Watch(5.0, 300.0, fixed=2.0)
     for size in (1, 1000):
         watch.watchdog.asked(0.0, size)

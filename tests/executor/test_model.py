@@ -16,8 +16,8 @@ from tiny_models import (
     SHAPE,
     VOCABULARY,
     YARN,
+    CopyingDriver,
     Driver,
-    Mover,
     edit_config,
     greedy_alone,
     options,
@@ -448,7 +448,7 @@ def test_rows_that_are_moved_and_forked_go_on_as_if_nothing_had_been(seed: int, 
         for tensor in (*loaded.pool.keys, *loaded.pool.values):
             tensor[blocks] = 1000.0
 
-    mover = Mover(ModelRunner(loaded), prompts, seed, spoil)
+    mover = CopyingDriver(ModelRunner(loaded), prompts, seed, spoil)
     mover.run(output_tokens=10)
     assert min(mover.moves.values()) > 5
     for index, prompt in enumerate(prompts):

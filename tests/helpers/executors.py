@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.002
 
 
-class Cradle(type(Path())):  # type: ignore[misc]  # a path of this system's kind
+class WatchedFolder(type(Path())):  # type: ignore[misc]  # a path of this system's kind
     """A folder that is heeded even before the executor's first word, when its process learns of it."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return born, (str(self),)
+        return unpickled, (str(self),)
 
 
-def born(path: str) -> Path:
+def unpickled(path: str) -> Path:
     """In the process, which lives and has not said so."""
     folder = Path(path)
-    _wait_while(folder / "hold the birth")
-    if (folder / "exit at birth").exists():
+    _wait_while(folder / "hold unpickling")
+    if (folder / "exit while unpickling").exists():
         os._exit(3)
-    if _take(folder / "die at birth"):
+    if _take(folder / "die while unpickling"):
         os.kill(os.getpid(), signal.SIGKILL)
     return folder
 
@@ -48,7 +48,7 @@ def parts(folder: Path, config: EngineConfig) -> EngineParts[object]:
     from cuelight.testing import stub_parts
 
     stub = stub_parts(config)
-    return EngineParts(stub.facts, stub.encoder, stub.decode, partial(load, Cradle(folder), config.block_size))
+    return EngineParts(stub.facts, stub.encoder, stub.decode, partial(load, WatchedFolder(folder), config.block_size))
 
 
 class Ticks:

@@ -224,7 +224,7 @@ class Ledger:
             )
 
 
-class Passer(Actor[Messages]):
+class ForwardingActor(Actor[Messages]):
     """Passes messages on to others that it draws, at once, after a job, or after a while."""
 
     def __init__(self, name: str, ledger: Ledger, roles: dict[str, Role[Messages]], context: Context[Messages]) -> None:
@@ -268,7 +268,7 @@ class Passer(Actor[Messages]):
         return Own(self._life, hops)
 
 
-def drawn_fate(chance: random.Random) -> RestartPolicy:
+def drawn_policy(chance: random.Random) -> RestartPolicy:
     backoff = chance.choice((0.0, 0.01, 0.5))
     return RestartPolicy(
         restarts_max=chance.choice((2, 100, 100, 100)),
@@ -295,7 +295,7 @@ def run_history(seed: int, *, record: bool = False) -> tuple[Simulation, Ledger]
         name: Role(name, Messages, capacity=chance.choice((8, 100)), urgent=(Urgent,)) for name in NAMES
     }
     parts = [
-        ActorSpec(roles[name], partial(Passer, name, ledger, roles), drawn_fate(chance), placement)
+        ActorSpec(roles[name], partial(ForwardingActor, name, ledger, roles), drawn_policy(chance), placement)
         for name, placement in CAST
     ]
     simulation = Simulation(parts, seed, tap=ledger.see, faults=drawn_faults(chance), record=record)

@@ -111,7 +111,7 @@ class ManualClock:
         return sum(timer.callback is not None for _, _, timer in self._timers)
 
 
-class Steady(random.Random):
+class ConstantRandom(random.Random):
     """Chance that always draws the same fraction."""
 
     def __init__(self, fraction: float) -> None:
@@ -149,26 +149,26 @@ def crash(_: Context[object]) -> None:
     raise ValueError("broken")
 
 
-BREAK = Do(crash)
+CRASH = Do(crash)
 
-Line: TypeAlias = Note | Urgent | Question | Do | Terminated
+LoggedMessage: TypeAlias = Note | Urgent | Question | Do | Terminated
 
 
-def player(name: str, capacity: int = 10_000) -> Role[Line]:
+def role_of(name: str, capacity: int = 10_000) -> Role[LoggedMessage]:
     """The role of one of a troupe."""
-    return Role(name, Line, capacity, urgent=(Urgent,))
+    return Role(name, LoggedMessage, capacity, urgent=(Urgent,))
 
 
-class Player(Actor[Line]):
+class LoggingActor(Actor[LoggedMessage]):
     """Writes in its troupe's diary, as the life that it is."""
 
-    def __init__(self, troupe: Troupe, context: Context[object]) -> None:
+    def __init__(self, harness: SystemHarness, context: Context[object]) -> None:
         name = context.ref.name
-        troupe.lives[name] += 1
+        harness.lives[name] += 1
         self._context = context
-        self._hooks = troupe.hooks
-        life = f"{name}.{troupe.lives[name]}"
-        self._write = lambda what: troupe.diary.append(f"{life} {what}")
+        self._hooks = harness.hooks
+        life = f"{name}.{harness.lives[name]}"
+        self._write = lambda what: harness.log.append(f"{life} {what}")
         self._live("built", context)
 
     def started(self) -> None:
@@ -182,26 +182,26 @@ class Player(Actor[Line]):
         if (hook := self._hooks.get(f"{context.ref.name} {what}")) is not None:
             hook(context)
 
-    def handle(self, message: Line) -> None:
+    def handle(self, message: LoggedMessage) -> None:
         match message:
             case Do(action):
                 action(self._context)
             case Question(reply_to):
                 reply_to.tell(42)
             case Terminated(actor, _, is_restarting, cause):
-                follows = "restarts" if is_restarting else "is gone"
+                follows = "restarts" if is_restarting else "does not restart"
                 self._write(
-                    f"hears that {actor} {'stopped' if cause is ExitCause.STOPPED else 'crashed'} and {follows}"
+                    f"is notified that {actor} {'stopped' if cause is ExitCause.STOPPED else 'crashed'} and {follows}"
                 )
             case Note(number) | Urgent(number):
                 self._write(f"{type(message).__name__} {number}")
 
 
-class Troupe:
+class SystemHarness:
     """A system of players, sinks first, on a clock that the test moves. Each name comes with its restart policy."""
 
     def __init__(self, *, chance: random.Random | None = None, **policies: RestartPolicy) -> None:
-        self.diary: list[str] = []
+        self.log: list[str] = []
         self.lives: Counter[str] = Counter()
         self.hooks: dict[str, Callable[[Context[object]], object]] = {}
         """What else happens when somebody is built, started or stopped, by name and event."""
@@ -211,26 +211,26 @@ class Troupe:
         self.system = System(
             [self.part(name, restart_policy) for name, restart_policy in policies.items()],
             clock=self.clock,
-            chance=chance or Steady(0.0),
+            chance=chance or ConstantRandom(0.0),
             tap=self.events.append,
             on_failure=self.failures.append,
         )
 
-    def part(self, name: str, restart_policy: RestartPolicy | None = None) -> ActorSpec[Line]:
-        return ActorSpec(player(name), lambda context: Player(self, context), restart_policy or RestartPolicy())
+    def part(self, name: str, restart_policy: RestartPolicy | None = None) -> ActorSpec[LoggedMessage]:
+        return ActorSpec(role_of(name), lambda context: LoggingActor(self, context), restart_policy or RestartPolicy())
 
-    def tell(self, name: str, *messages: Line) -> None:
+    def tell(self, name: str, *messages: LoggedMessage) -> None:
         for message in messages:
-            self.system.find(player(name)).tell(message)
+            self.system.find(role_of(name)).tell(message)
 
     async def pass_time(self, seconds: float) -> list[str]:
         """Let so much time pass; what the diary has about it and what came before since the last look."""
         await settle()
         self.clock.advance(seconds)
         await settle()
-        return self.news()
+        return self.new_lines()
 
-    def news(self) -> list[str]:
+    def new_lines(self) -> list[str]:
         """What has been written since the last look."""
-        news, self.diary[:] = list(self.diary), []
-        return news
+        new_lines, self.log[:] = list(self.log), []
+        return new_lines

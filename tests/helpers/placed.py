@@ -44,7 +44,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Do(msgspec.Struct, frozen=True, tag=True):
-    """Something that the player is to do while it handles this; see `Player._do`."""
+    """Something that the player is to do while it handles this; see `PlacedActor._do`."""
 
     action: str
     number: int = 0
@@ -80,19 +80,19 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
 
 
 Protocol = Note | Urgent | Padded | Do | Greet | Carry | Hold | Terminated
-Heard = Note | Urgent | Padded | Answer | Carry | Terminated
-SINK: Role[Heard] = Role("sink", Heard, 100_000)
-PLAYER: Role[Protocol] = Role("player", Protocol, 100_000, urgent=(Urgent,))
+Received = Note | Urgent | Padded | Answer | Carry | Terminated
+SINK: Role[Received] = Role("sink", Received, 100_000)
+PLACED: Role[Protocol] = Role("placed", Protocol, 100_000, urgent=(Urgent,))
 OTHER: Role[Protocol] = Role("other", Protocol, 100_000, urgent=(Urgent,))
 CHILD: Role[Protocol] = Role("child", Protocol, 100)
 
-_BY_NAME = {role.name: role for role in (PLAYER, OTHER, CHILD)}
+_BY_NAME = {role.name: role for role in (PLACED, OTHER, CHILD)}
 
 CROWDED: Role[Note] = Role("crowded", Note, 10)
 """Somebody with a small mailbox, who does not look into it."""
 
 
-class Player(Actor[Protocol]):
+class PlacedActor(Actor[Protocol]):
     """Passes notes on to the sink, and does what it is told to do."""
 
     def __init__(self, context: Context[Protocol]) -> None:
@@ -160,18 +160,18 @@ class Player(Actor[Protocol]):
                 return Answer(0, _error_of(lambda: context.find(Role(text, Note, 1))))
             case "spawn":
                 child = context.spawn(
-                    ActorSpec(CHILD, player, placement=InProcess()) if text else ActorSpec(CHILD, player)
+                    ActorSpec(CHILD, build_placed, placement=InProcess()) if text else ActorSpec(CHILD, build_placed)
                 )
                 self._sink.tell(Answer(0, repr(child)))
                 child.tell(Note(number))
             case "spawn and tell":
-                context.spawn(ActorSpec(CHILD, player)).tell(Do(text, text="child"))
+                context.spawn(ActorSpec(CHILD, build_placed)).tell(Do(text, text="child"))
             case "spawn that it dismisses":
-                context.spawn(ActorSpec(CHILD, player)).tell(Do("dismiss", number, text))
+                context.spawn(ActorSpec(CHILD, build_placed)).tell(Do("dismiss", number, text))
             case "dismiss the child":
                 context.dismiss(CHILD)
             case "spawn and show":
-                self._sink.tell(Carry(context.spawn(ActorSpec(CHILD, player)), (), number))
+                self._sink.tell(Carry(context.spawn(ActorSpec(CHILD, build_placed)), (), number))
             case "send":
                 return Answer(0, _error_of(lambda: self._sink.tell(_ODD[text])))
             case _:
@@ -262,42 +262,42 @@ def through(path: str) -> None:
     Path(path).read_bytes()
 
 
-def player(context: Context[Protocol]) -> Player:
+def build_placed(context: Context[Protocol]) -> PlacedActor:
     """The usual player."""
-    return Player(context)
+    return PlacedActor(context)
 
 
-def broken(context: Context[Protocol]) -> Player:
+def broken(context: Context[Protocol]) -> PlacedActor:
     """One that cannot be built."""
-    raise ValueError("no such player")
+    raise ValueError("cannot be built")
 
 
-def breaking(context: Context[Protocol], *, path: str) -> Player:
+def breaking(context: Context[Protocol], *, path: str) -> PlacedActor:
     """One that can be built once."""
     try:
         Path(path).touch(exist_ok=False)
     except FileExistsError:
         raise ValueError("there has been one") from None
-    return Player(context)
+    return PlacedActor(context)
 
 
-def gated(context: Context[Protocol], *, path: str) -> Player:
+def gated(context: Context[Protocol], *, path: str) -> PlacedActor:
     """One whose constructor waits."""
     through(path)
-    return Player(context)
+    return PlacedActor(context)
 
 
-def dying(context: Context[Protocol], *, action: str, number: int = 0) -> Player:
+def dying(context: Context[Protocol], *, action: str, number: int = 0) -> PlacedActor:
     """One whose constructor ends the process."""
     _do_to_itself(action, number, "")
-    return Player(context)
+    return PlacedActor(context)
 
 
-def counting(context: Context[Protocol], *, path: str) -> Player:
+def counting(context: Context[Protocol], *, path: str) -> PlacedActor:
     """One that says in which life it is."""
     with Path(path).open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(".")
         life = file.tell()
     context.find(SINK).tell(Answer(life, "born"))
-    return Player(context)
+    return PlacedActor(context)

@@ -241,7 +241,7 @@ class Pipeline(Driver):
         return finished(result)
 
 
-class Mover(Driver):
+class CopyingDriver(Driver):
     """After each step some rows leave the pool for host memory until they run again, or move within the pool.
 
     They come back in other blocks; `spoil` overwrites what they leave behind in the pool.

@@ -34,7 +34,7 @@ from cuelight.messages.scheduler import (
 )
 
 
-class Poisoned(WatchedDevice):
+class PoisonedDevice(WatchedDevice):
     """A step with any of `poison` in it calls `harm`."""
 
     harm: Callable[[], object]
@@ -52,8 +52,8 @@ def poisoned_core(seed: int, *poison: int, steps_in_flight: int, is_killed: bool
     def lose() -> None:
         raise DeviceLost("poisoned")
 
-    def device() -> Poisoned:
-        made = Poisoned(100, 4)
+    def device() -> PoisonedDevice:
+        made = PoisonedDevice(100, 4)
         made.poison = set(poison)
         made.harm = (lambda: core.kill_executor("by a test")) if is_killed else lose
         return made
@@ -75,7 +75,7 @@ def check_outputs(core: Core, count: int, max_tokens: int = 12, without: tuple[i
             assert core.ends()[request_id].reason is reason
 
 
-def heard(core: Core, kind: type[object]) -> list[object]:
+def received(core: Core, kind: type[object]) -> list[object]:
     return [message for message in core.observer.messages if isinstance(message, kind)]
 
 
@@ -89,7 +89,7 @@ def test_streams_continue_after_the_executors_death(seed: int, steps: int) -> No
     core.lose_executor("a driver bug")
     finish(core)
     check_outputs(core, 5)
-    assert len(heard(core, Recovering)) == len(heard(core, Recovered)) == 1
+    assert len(received(core, Recovering)) == len(received(core, Recovered)) == 1
     assert [m for m in core.intake.messages if isinstance(m, CapacityChanged)] == [CapacityChanged(236)] * 2
 
 
@@ -102,7 +102,7 @@ def test_streams_continue_after_the_cache_managers_death(seed: int) -> None:
     core.lose_cache()
     finish(core)
     check_outputs(core, 5)
-    assert len(heard(core, Recovering)) == len(heard(core, Recovered)) == 1
+    assert len(received(core, Recovering)) == len(received(core, Recovered)) == 1
 
 
 def test_answer_to_a_void_round_is_ignored() -> None:
@@ -144,7 +144,7 @@ def test_a_request_that_kills_the_executor_fails_alone(is_killed: bool, deaths: 
     check_outputs(core, 5, without=(2,))
     assert core.ends()[2].failure is FailureCause.EXECUTOR_DEATHS
     assert core.ends()[2].error.startswith(f"it has brought the executor down {deaths} times, at last alone with it")
-    assert not heard(core, GaveUp)
+    assert not received(core, GaveUp)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -197,14 +197,14 @@ def test_the_cause_of_a_death_says_whether_it_came_from_outside(
     assert recovery.is_from_outside(death, "scheduler") is is_from_outside
 
 
-def test_deaths_without_a_step_in_between_end_the_engine() -> None:
+def test_deaths_without_a_step_in_between_are_given_up_on() -> None:
     core = Core(0, device=StubDevice(60, 4), restarts_max=2)
     finish(core)
     for deaths in range(1, 5):
         core.lose_executor("it raised")
         finish(core)
-        assert len(heard(core, GaveUp)) == (deaths > 2), "and it is said once"
-    (gave_up,) = heard(core, GaveUp)
+        assert len(received(core, GaveUp)) == (deaths > 2), "and it is said once"
+    (gave_up,) = received(core, GaveUp)
     assert isinstance(gave_up, GaveUp)
     assert "died 3 times" in gave_up.reason and "it raised" in gave_up.reason
 
@@ -217,7 +217,7 @@ def test_completed_step_resets_the_count_of_deaths() -> None:
         for _ in range(2):
             core.lose_executor("it raised")
             finish(core)
-    assert not heard(core, GaveUp)
+    assert not received(core, GaveUp)
 
 
 def test_hanging_executor_is_killed() -> None:
@@ -225,7 +225,7 @@ def test_hanging_executor_is_killed() -> None:
     finish(core)
     admit_all(core, 2, max_tokens=40)
     step_until(core, lambda: len(core.outputs().get(1, ())) > 5 and len(scheduler_of(core)._state._steps) > 0)
-    core.executor.actor = Deaf()
+    core.executor.actor = Unresponsive()
     before = core.now()
     while not core.kills:
         assert core.step()
@@ -235,7 +235,7 @@ def test_hanging_executor_is_killed() -> None:
     check_outputs(core, 2, max_tokens=40)
 
 
-class Deaf:
+class Unresponsive:
     """An executor that is there, and does nothing."""
 
     def started(self) -> None: ...
@@ -245,7 +245,7 @@ class Deaf:
 
 def waits_for_a_kill(core: Core) -> float:
     """Seconds until it comes."""
-    core.executor.actor = Deaf()
+    core.executor.actor = Unresponsive()
     before = core.now()
     while not core.kills:
         assert core.step()
@@ -278,7 +278,7 @@ def test_executor_that_hangs_while_taking_over_is_killed() -> None:
 
 def test_executor_that_does_not_report_is_killed() -> None:
     core = Core(0, device=StubDevice(60, 4), executor="process")
-    core.executor.actor = Deaf()
+    core.executor.actor = Unresponsive()
     while not core.kills:
         assert core.step()
     assert core.now() == pytest.approx(REPORT_SECONDS, abs=1)
@@ -291,11 +291,11 @@ def test_unloadable_model_fails_the_start_and_is_retried_later() -> None:
     scheduler_of(core).handle(ExecutorFailed("no weights"))
     step_until(core, lambda: core.kills)
     assert core.kills == ["it cannot load the model: no weights"]
-    assert not heard(core, LoadFailed)
+    assert not received(core, LoadFailed)
     hopeless = Core(0, device=StubDevice(60, 4))
     scheduler_of(hopeless).handle(ExecutorFailed("no weights"))
-    assert heard(hopeless, LoadFailed) == [LoadFailed("no weights")]
-    assert len(heard(hopeless, GaveUp)) == 1, "nobody can make another one"
+    assert received(hopeless, LoadFailed) == [LoadFailed("no weights")]
+    assert len(received(hopeless, GaveUp)) == 1, "nobody can make another one"
 
 
 def test_an_executor_is_announced_once() -> None:
@@ -330,14 +330,14 @@ def admit_message(number: int, *output: int, max_tokens: int = 4) -> Admit:
     return Admit(RequestId(number), (number, 7, 9), sampling, 1000, Service(), 0.0, output=output)
 
 
-class New:
+class NewScheduler:
     """A scheduler that has not heard what it is to remember."""
 
     def __init__(self) -> None:
         self.core = Core(0, device=StubDevice(60, 4), restores=False)
         self.life = scheduler_of(self.core)._life
 
-    def remember(self, *admitted: Admit, aborted: tuple[int, ...] = (), **histories: tuple[int, ...]) -> None:
+    def restore(self, *admitted: Admit, aborted: tuple[int, ...] = (), **histories: tuple[int, ...]) -> None:
         told = tuple((RequestId(int(name[1:])), tokens) for name, tokens in histories.items())
         ids = tuple(map(RequestId, aborted))
         self.core.scheduler.tell(RestoreState(self.life, None, admitted, ids, told, has_served=True))
@@ -348,10 +348,10 @@ class New:
 
 
 def test_new_scheduler_continues_the_restored_streams() -> None:
-    new = New()
+    new = NewScheduler()
     tokens, _ = expected_output([1, 7, 9], Sampling(max_tokens=4))
     shorter, longer = tokens[:1], tokens[:3]
-    new.remember(admit_message(0), admit_message(1, *shorter), _1=tuple(longer))
+    new.restore(admit_message(0), admit_message(1, *shorter), _1=tuple(longer))
     core = new.run()
     assert core.outputs()[1] == tokens[3:]
     assert core.outputs()[0] == expected_output([0, 7, 9], Sampling(max_tokens=4))[0]
@@ -359,20 +359,20 @@ def test_new_scheduler_continues_the_restored_streams() -> None:
     assert any(3 in each for each in positions)
     assert core.ends()[1].usage.output_tokens == 4
     assert core.device.steps > 0
-    assert heard(core, Recovering) and heard(core, Recovered)
+    assert received(core, Recovering) and received(core, Recovered)
 
 
 def test_restored_request_with_all_tokens_ends_at_once() -> None:
-    new = New()
+    new = NewScheduler()
     tokens, _ = expected_output([1, 7, 9], Sampling(max_tokens=4))
-    new.remember(admit_message(1), _1=tuple(tokens))
+    new.restore(admit_message(1), _1=tuple(tokens))
     core = new.run()
     assert core.outputs() == {}
     assert (core.ends()[1].reason, core.ends()[1].usage) == (FinishReason.LENGTH, Usage(3, 0, 4))
 
 
 def test_new_scheduler_plans_nothing_before_its_state_is_restored() -> None:
-    new = New()
+    new = NewScheduler()
     core = new.core
     for message in (
         admit_message(5),
@@ -391,19 +391,19 @@ def test_new_scheduler_plans_nothing_before_its_state_is_restored() -> None:
     while core.step():
         pass
     assert not is_live(core, 9), "that was for one before"
-    new.remember(admit_message(1), admit_message(2), aborted=(2,))
+    new.restore(admit_message(1), admit_message(2), aborted=(2,))
     core = new.run()
     assert set(core.ends()) == {1, 2, 5, 6}
     assert core.ends()[2].reason is core.ends()[5].reason is FinishReason.CANCELLED
     assert (core.ends()[6].reason, core.ends()[6].error) == (FinishReason.FAILED, "crash")
-    (histories,) = told_histories(core)
+    (histories,) = sent_histories(core)
     assert {ended.request_id for ended, _ in histories.ended} == {2, 5, 6}
 
 
 def test_restored_request_that_does_not_fit_fails_alone() -> None:
-    new = New()
+    new = NewScheduler()
     without_room = Admit(RequestId(3), (1, 2), Sampling(), token_limit=2, service=Service(), submitted_at=0.0)
-    new.remember(without_room, admit_message(4))
+    new.restore(without_room, admit_message(4))
     core = new.run()
     assert core.ends()[3].reason is FinishReason.FAILED
     assert "cannot go on with this request" in core.ends()[3].error
@@ -411,8 +411,8 @@ def test_restored_request_that_does_not_fit_fails_alone() -> None:
 
 
 def test_restored_requests_with_output_come_first() -> None:
-    new = New()
-    new.remember(admit_message(1, max_tokens=9), admit_message(2, max_tokens=9), _2=(500,))
+    new = NewScheduler()
+    new.restore(admit_message(1, max_tokens=9), admit_message(2, max_tokens=9), _2=(500,))
     while new.core.step():
         waiting = scheduler_of(new.core)._state._queue
         if len(waiting) == 2:
@@ -424,7 +424,7 @@ def test_restored_requests_with_output_come_first() -> None:
 # Requests that are said again, and ends that are not confirmed.
 
 
-class Silent:
+class UnconfirmingCore:
     """A core whose detokenizer confirms nothing by itself."""
 
     def __init__(self) -> None:
@@ -432,18 +432,18 @@ class Silent:
         self.core.confirm_nothing()
 
 
-def told_histories(core: Core) -> list[detokenizer.Histories]:
+def sent_histories(core: Core) -> list[detokenizer.Histories]:
     return [message for message in core.detokenizer.messages if isinstance(message, detokenizer.Histories)]
 
 
 def test_request_admitted_again_has_its_history_sent_again() -> None:
-    core = Silent().core
+    core = UnconfirmingCore().core
     core.scheduler.tell(admit_message(1, max_tokens=30))
     step_until(core, lambda: len(core.outputs().get(1, ())) >= 3)
     core.detokenizer.take()
     scheduler_of(core).handle(admit_message(1, max_tokens=30))
-    step_until(core, lambda: told_histories(core))
-    (told,) = told_histories(core)
+    step_until(core, lambda: sent_histories(core))
+    (told,) = sent_histories(core)
     ((request_id, tokens),) = told.live
     assert request_id == 1 and len(tokens) >= 3 and told.ended == ()
     finish(core)
@@ -457,7 +457,7 @@ def test_request_admitted_again_has_its_history_sent_again() -> None:
 
 
 def test_ends_are_kept_until_they_are_confirmed() -> None:
-    core = Silent().core
+    core = UnconfirmingCore().core
     for number in range(3):
         core.scheduler.tell(admit_message(number))
     finish(core)
@@ -477,7 +477,7 @@ def test_ends_are_kept_until_they_are_confirmed() -> None:
 
 @pytest.mark.parametrize("is_ended", [True, False])
 def test_ended_stream_is_not_computed(is_ended: bool) -> None:
-    core = Silent().core
+    core = UnconfirmingCore().core
     core.scheduler.tell(admit_message(1, max_tokens=30))
     step_until(core, lambda: running(core) == 1)
     scheduler_of(core).handle(Closed((RequestId(1),), is_ended))
@@ -487,10 +487,10 @@ def test_ended_stream_is_not_computed(is_ended: bool) -> None:
 
 def test_stream_ended_before_its_admission_is_not_computed() -> None:
     """Its request was still in the mailbox when the scheduler before died."""
-    new = New()
+    new = NewScheduler()
     for message in (admit_message(5), Closed((RequestId(5),))):
         new.core.scheduler.tell(message)
-    new.remember()
+    new.restore()
     core = new.run()
     assert core.device.steps == 0
     assert scheduler_of(core).request_count == 0
@@ -501,7 +501,7 @@ def test_reused_request_id_gets_no_blocks_or_tokens_of_its_first_use(
     is_waiting: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An id that was over and is admitted anew, while blocks, or a token, for its first time are under way."""
-    core = Silent().core
+    core = UnconfirmingCore().core
     finish(core)
     state = scheduler_of(core)._state
     core.scheduler.tell(admit_message(1, max_tokens=30))
@@ -517,7 +517,7 @@ def test_reused_request_id_gets_no_blocks_or_tokens_of_its_first_use(
 
 
 def test_token_of_an_ended_request_is_not_given_to_its_successor() -> None:
-    core = Silent().core
+    core = UnconfirmingCore().core
     core.scheduler.tell(admit_message(1, max_tokens=30))
     step_until(core, lambda: len(core.outputs().get(1, ())) == 3 and len(scheduler_of(core)._state._steps) > 0)
     scheduler_of(core).handle(Abort(RequestId(1)))
@@ -529,7 +529,7 @@ def test_token_of_an_ended_request_is_not_given_to_its_successor() -> None:
     assert core.outputs()[1] == expected_output([1, 7, 9], Sampling(max_tokens=30))[0]
 
 
-class Small(WatchedDevice):
+class SmallMemoryDevice(WatchedDevice):
     """Has memory for so many tokens of a step."""
 
     fits = 0
@@ -543,7 +543,7 @@ class Small(WatchedDevice):
 
 @pytest.mark.parametrize("fits", [1, 2, 7, 30])
 def test_steps_that_do_not_fit_are_made_smaller_without_failures(fits: int) -> None:
-    device = Small(100, 4)
+    device = SmallMemoryDevice(100, 4)
     device.fits = fits
     core = Core(0, device=device)
     admit_all(core, 12)
@@ -558,7 +558,7 @@ def test_steps_that_do_not_fit_are_made_smaller_without_failures(fits: int) -> N
 def test_limit_that_fits_is_raised_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = 32
     monkeypatch.setattr("cuelight.actors.scheduler.planning.STEPS_BEFORE_GROWTH", steps)
-    device = Small(1000, 4)
+    device = SmallMemoryDevice(1000, 4)
     device.fits = 4
     core = Core(0, device=device, token_budget=64)
     admit_all(core, 4, max_tokens=steps * 3)
@@ -571,7 +571,7 @@ def test_limit_that_fits_is_raised_again_later(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_single_token_that_does_not_fit_fails_its_request() -> None:
-    device = Small(100, 4)
+    device = SmallMemoryDevice(100, 4)
     core = Core(0, device=device)
     admit_all(core, 3)
     finish(core)
@@ -618,7 +618,7 @@ def test_copies_of_unanswered_steps_count_as_not_made() -> None:
     core = Core(0, device=lasting())
     admit_long(core, 2)
     finish(core)
-    core.executor.actor = Deaf()
+    core.executor.actor = Unresponsive()
     core.admit(7, list(range(700, 740)), Sampling(max_tokens=2))
     step_until(core, lambda: core.blocks().blocks_saved > 0 and len(scheduler_of(core)._state._steps) > 0)
     assert core.blocks().host_blocks_used > 0

@@ -1,4 +1,4 @@
-"""What the kernel's tests share: both event loops, a clock that the test moves, and actors that write a diary."""
+"""Shared by the kernel's tests: both event loops, a clock that the test advances, and actors that log."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cuelight.kernel import (
 )
 
 NET_SECONDS = 30
-"""A safety net: no test waits for it."""
+"""Timeout of a test; no test waits for it."""
 
 
 def on_each_loop(test: Callable[..., Coroutine[object, object, None]]) -> Callable[..., None]:
@@ -46,7 +46,7 @@ def on_each_loop(test: Callable[..., Coroutine[object, object, None]]) -> Callab
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(bounded())
         for thread in set(threading.enumerate()) - threads:
-            thread.join(NET_SECONDS)  # where an actor lived on it, it may be at its very end
+            thread.join(NET_SECONDS)  # the thread of an actor may still be ending
             assert not thread.is_alive()
 
     parameter = inspect.Parameter("loop_factory", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -58,19 +58,19 @@ def on_each_loop(test: Callable[..., Coroutine[object, object, None]]) -> Callab
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop turn until the condition holds; the net of `on_each_loop` is below."""
-    while not condition():  # noqa: ASYNC110  # what it waits for is any state, not an event
+    """Run turns of the loop until the condition holds; `on_each_loop` has the timeout."""
+    while not condition():  # noqa: ASYNC110  # the condition is any state, not an event
         await asyncio.sleep(0)
 
 
 async def settle() -> None:
-    """Let everything happen that can happen without a thread or a timer: nothing here takes so many turns."""
+    """Run 50 turns of the loop: enough for everything that needs no thread and no timer."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
 class ManualTimer:
-    """A callback that is due at some moment of a manual clock."""
+    """A callback due at some time of a manual clock."""
 
     def __init__(self, callback: Callable[[], object]) -> None:
         self.callback: Callable[[], object] | None = callback
@@ -80,7 +80,7 @@ class ManualTimer:
 
 
 class ManualClock:
-    """Time that passes only when the test says so."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -96,7 +96,7 @@ class ManualClock:
         return timer
 
     def advance(self, seconds: float) -> None:
-        """Let so much time pass, and what was due in it happen."""
+        """Advance the clock, and call the timers due meanwhile at their times."""
         end = self.seconds + seconds
         while self._timers and self._timers[0][0] <= end:
             self.seconds, _, timer = heappop(self._timers)
@@ -107,12 +107,12 @@ class ManualClock:
 
     @property
     def pending(self) -> int:
-        """How many timers will still do something."""
+        """Number of timers that are neither cancelled nor fired."""
         return sum(timer.callback is not None for _, _, timer in self._timers)
 
 
 class ConstantRandom(random.Random):
-    """Chance that always draws the same fraction."""
+    """A random source whose `random()` always returns the same fraction."""
 
     def __init__(self, fraction: float) -> None:
         super().__init__(0)
@@ -139,13 +139,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Do:
-    """Do what the test says."""
+    """Run the test's action in the handler."""
 
     action: Callable[[Context[object]], object]
 
 
 def crash(_: Context[object]) -> None:
-    """An action that is a mistake."""
+    """Raise an error, as an action of a handler."""
     raise ValueError("broken")
 
 
@@ -155,12 +155,12 @@ LoggedMessage: TypeAlias = Note | Urgent | Question | Do | Terminated
 
 
 def role_of(name: str, capacity: int = 10_000) -> Role[LoggedMessage]:
-    """The role of one of a troupe."""
+    """Return the role of an actor of a harness."""
     return Role(name, LoggedMessage, capacity, urgent=(Urgent,))
 
 
 class LoggingActor(Actor[LoggedMessage]):
-    """Writes in its troupe's diary, as the life that it is."""
+    """Logs its events in the harness, as `name.life`."""
 
     def __init__(self, harness: SystemHarness, context: Context[object]) -> None:
         name = context.ref.name
@@ -198,13 +198,13 @@ class LoggingActor(Actor[LoggedMessage]):
 
 
 class SystemHarness:
-    """A system of players, sinks first, on a clock that the test moves. Each name comes with its restart policy."""
+    """A system of logging actors, sinks first, on a manual clock; each name is given its restart policy."""
 
     def __init__(self, *, chance: random.Random | None = None, **policies: RestartPolicy) -> None:
         self.log: list[str] = []
         self.lives: Counter[str] = Counter()
         self.hooks: dict[str, Callable[[Context[object]], object]] = {}
-        """What else happens when somebody is built, started or stopped, by name and event."""
+        """Further actions when an actor is built, started or stopped, by `name event`."""
         self.failures: list[ActorCrashed] = []
         self.events: list[Event] = []
         self.clock = ManualClock()
@@ -224,13 +224,13 @@ class SystemHarness:
             self.system.find(role_of(name)).tell(message)
 
     async def pass_time(self, seconds: float) -> list[str]:
-        """Let so much time pass; what the diary has about it and what came before since the last look."""
+        """Let messages arrive and `seconds` pass; return the log lines since the last call."""
         await settle()
         self.clock.advance(seconds)
         await settle()
         return self.new_lines()
 
     def new_lines(self) -> list[str]:
-        """What has been written since the last look."""
+        """Return the log lines since the last call."""
         new_lines, self.log[:] = list(self.log), []
         return new_lines

@@ -1,4 +1,4 @@
-"""Why does my request wait? The scheduler's own account of each request's life, and what it does when nothing moves."""
+"""Explanations of waiting requests, their timelines, and the scheduler's check that requests make progress."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_explain_waiting_for_blocks() -> None:
 
 
 def test_explain_waiting_while_suspects_run_alone() -> None:
-    """Those of a failed step are computed again one by one, and nobody comes in between."""
+    """Requests of a failed step are recomputed one at a time, and no other request is admitted meanwhile."""
     device = WatchedDevice(100, 4)
     core = Core(0, device=device, token_budget=4)
     core.admit(0, list(range(40)), Sampling(max_tokens=3))
@@ -197,21 +197,21 @@ def test_memory_is_bounded_after_3000_requests() -> None:
     assert sum(map(sys.getsizeof, (timeline._ended, timeline._obstacles))) < 200_000
 
 
-# When nothing moves.
+# Liveness.
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Request], bool]) -> None:
-    """Steps are planned without those for whom `fault` is true."""
+    """Plan steps without the requests for which `fault` is true."""
     sound = admission.plan_step
 
-    def plan_step(running, *limits, **others):  # type: ignore[no-untyped-def]  # as the sound one
+    def plan_step(running, *limits, **others):  # type: ignore[no-untyped-def]  # same signature as the original
         return [(request, count) for request, count in sound(running, *limits, **others) if not fault(request)]
 
     monkeypatch.setattr(admission, "plan_step", plan_step)
 
 
 def run_to_rest(core: Core) -> int:
-    """Messages delivered until nothing is left to deliver."""
+    """Deliver messages until none is left, and return their number."""
     for count in range(20_000):
         if not core.step():
             return count
@@ -252,7 +252,7 @@ def test_rule_liveness_request_never_planned_fails_alone(seed: int, monkeypatch:
 def test_rule_liveness_request_refused_forever_fails_alone(
     culprits: set[int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only whoever is refused fails, even where another has come to the head of the queue meanwhile."""
+    """Only the refused request fails, also where another is the head of the queue by then."""
     for seed in range(20):
         core = Core(seed, device=WatchedDevice(100, 4), running_max=3, policy=policy(name))
         step_until(core, lambda core=core: scheduler_of(core)._state.pool and not core.engine.waiting("cache"))

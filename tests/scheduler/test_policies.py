@@ -1,4 +1,4 @@
-"""Whom each policy serves next and who loses its blocks: the queue alone, and the whole core."""
+"""The order in which each policy serves and preempts: in the queue alone, and in the whole core."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def numbers(requests: Sequence[Any]) -> list[int]:
 
 
 def served(queue: Queue, cost: float = 0.0) -> list[int]:
-    """Everybody in the order of service, each charged before the next is taken."""
+    """All requests in the order of service, each charged before the next one is taken."""
     order = []
     while len(queue):
         (first,) = queue.head(1)
@@ -71,8 +71,8 @@ def test_fcfs_serves_in_order_of_arrival() -> None:
 def test_priority_level_equals_aging_seconds_of_waiting() -> None:
     queue = queue_of("priority", aging_seconds=10.0)
     queue.join(tracked(0, Service(priority=0), at=0.0))
-    queue.join(tracked(1, Service(priority=1), at=9.9))  # within ten seconds: before the first
-    queue.join(tracked(2, Service(priority=1), at=10.1))  # the first has waited for a whole level
+    queue.join(tracked(1, Service(priority=1), at=9.9))  # within ten seconds of the first: served before it
+    queue.join(tracked(2, Service(priority=1), at=10.1))  # the first has waited for one level
     queue.join(tracked(3, Service(priority=-1), at=1.0))
     queue.join(tracked(4, Service(priority=2), at=10.1))
     assert served(queue) == [4, 1, 0, 2, 3]
@@ -122,7 +122,7 @@ def test_head_has_the_order_of_serving_one_by_one() -> None:
 
 
 def test_idle_tenant_gains_no_credit() -> None:
-    """Whether others waited meanwhile, or only ran."""
+    """The same holds whether other requests were waiting or only running meanwhile."""
     for others_wait in (True, False):
         queue = queue_of("fair")
         early = tracked(0, Service("idle"))
@@ -197,7 +197,7 @@ def test_victim_is_the_last_in_the_policy_order() -> None:
 
 
 class Counted(tuple):  # type: ignore[type-arg]
-    """A rank that counts how often it is compared."""
+    """A rank that counts its comparisons."""
 
     comparisons = 0
 
@@ -229,7 +229,7 @@ def test_queue_of_20_000_needs_few_comparisons_per_operation() -> None:
     assert max(comparisons_of(lambda r=r: queue.join(r)) for r in requests) <= depth + 1
     assert comparisons_of(lambda: queue.head(64)) <= 64 * 4 * depth
     assert comparisons_of(lambda: queue.leave(queue.head(1)[0])) <= 4 * depth
-    # Whoever leaves out of turn costs nothing by itself; tidying up afterwards costs a few for each who left.
+    # Leaving out of turn costs no comparison itself; the later clean-up costs a few for each request that left.
     leaving = [request for request in requests if request.number % 10 and request in queue._waiting]
     assert comparisons_of(lambda: [queue.leave(request) for request in leaving]) <= 8 * len(leaving)
     assert len(queue._lanes[""].places) <= 2 * len(queue) + 64, "those who left are forgotten"
@@ -290,7 +290,7 @@ def test_prompt_tokens_are_charged_once_and_cached_ones_never() -> None:
     request = tracked(0, Service("a"), prompt=10)
 
     def charged(cached: int, computed: int) -> float:
-        """Run, with so many tokens cached, until so many are computed; then lose all blocks."""
+        """Run with `cached` tokens found until `computed` tokens are computed, then preempt; return the charge."""
         request.admit(cached, 0.0)
         request.computed = computed
         for _ in range(2):
@@ -306,11 +306,11 @@ def test_prompt_tokens_are_charged_once_and_cached_ones_never() -> None:
     assert charged(0, 15) == 5.0, "the output was charged when it was sampled"
 
 
-# Who takes the place of whom, for a tenant's share.
+# Preemption for a tenant's share.
 
 
 def seats(tenants: str, first: int = 0) -> list[Request]:
-    """Running requests of tenants with names of one letter."""
+    """Running requests of tenants with one-letter names."""
     running = [tracked(first + i, Service(tenant)) for i, tenant in enumerate(tenants)]
     for request in running:
         request.admit(0, 0.0)
@@ -318,7 +318,7 @@ def seats(tenants: str, first: int = 0) -> list[Request]:
 
 
 def claim(queue: Queue, running: Sequence[Request], **options: Any) -> tuple[int, int] | None:
-    """The numbers of who comes in and who gives way, where each of those that run has a seat."""
+    """Claimant and victim of a claim for a slot, as request numbers."""
     pair = queue.find_claim(running, len(running), lambda _: 1.0, **options)
     return None if pair is None else (pair[0].number, pair[1].number)
 
@@ -342,7 +342,7 @@ def test_tenant_below_its_share_takes_the_newest_slot_of_the_largest_tenant() ->
 
 def test_no_preemption_with_one_tenant_or_another_policy() -> None:
     assert claim(waiting_for("a", "a"), seats("aaaa")) is None
-    assert claim(waiting_for(), seats("aaab")) is None, "nobody waits"
+    assert claim(waiting_for(), seats("aaab")) is None, "no request is waiting"
     for name in ("fcfs", "priority", "deadline"):
         assert claim(waiting_for("b", name=name), seats("aaaa")) is None
 
@@ -379,7 +379,7 @@ def test_request_admitted_for_its_share_is_spared_and_inadmissible_one_takes_no_
     for request in running:
         request.is_protected = True
     assert claim(queue, running) is None
-    assert queue.victim(running).number == 3, "somebody has to lose its blocks"
+    assert queue.victim(running).number == 3, "a request has to lose its blocks"
     assert waiting_for(name="fcfs").victim(running).number == 3
     running = seats("aaaa")
     assert claim(queue, running, is_aside=lambda request: request.number == 100) is None
@@ -400,7 +400,7 @@ def test_claim_of_blocks_leaves_the_other_tenant_no_less() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_slots_change_tenants_a_few_times_and_never_back(seed: int) -> None:
-    """Whoever runs and whoever waits, the tenants get even and then it is over; none of them gives what it lacks."""
+    """Claims end once the tenants are even, for any running and waiting requests; no tenant both takes and gives."""
     chance = random.Random(seed)
     weights = {tenant: chance.choice([0.5, 1.0, 1.0, 4.0]) for tenant in "abcd"}
     running = seats("".join(chance.choices("aaabcd", k=chance.randint(1, 20))))
@@ -424,7 +424,7 @@ def test_slots_change_tenants_a_few_times_and_never_back(seed: int) -> None:
         claimant.is_protected = True
         running.append(claimant)
     else:
-        raise AssertionError("it does not end")
+        raise AssertionError("claims do not end")
     assert not taken & gave
 
 
@@ -439,7 +439,7 @@ def prompts_of(tenants: str, tokens: int) -> list[Request]:
 
 
 def shared(queue: Queue, running: Sequence[Request], *, now: float = 0.0, budget: int = 100) -> dict[int, int]:
-    """Tokens of each request in a step in which one tenant's prompts may have 20."""
+    """Tokens of each request in a step with 20 tokens for one tenant's prompts."""
     plan = plan_step(running, budget, 20, others_wait=False, turns=lambda: queue.turns(running, now))
     return {request.number: count for request, count in plan}
 
@@ -479,7 +479,7 @@ def test_tenant_with_a_queue_gets_short_steps_beside_another() -> None:
 
 
 def test_tenant_without_a_prompt_does_not_block_the_turns_of_others() -> None:
-    """Whether it is only about or decodes: it has received less than any other."""
+    """The tenant has received least, and is either recently active or decoding."""
     running = prompts_of("aab", 70)
     decoding = tracked(9, Service("idle"), prompt=1)
     queue = waiting_for("a", "idle")
@@ -517,7 +517,7 @@ def test_head_skips_excluded_tenants() -> None:
 def blocked_core(
     seed: int = 0, chosen: SetPolicy | None = None, *, running_max: int = 1, block_count: int = 400
 ) -> tuple[Core, WatchedDevice]:
-    """One request runs and takes every seat that others could have, until it has 20 tokens."""
+    """A core where one request occupies the only slot until it has 20 tokens."""
     device = WatchedDevice(block_count, 4)
     core = Core(seed, device=device, running_max=running_max, policy=chosen or policy("fcfs"))
     for request_id in range(1000, 1000 + running_max):
@@ -550,7 +550,7 @@ def test_core_serves_in_the_policy_order(chosen: SetPolicy, order: list[int]) ->
 
 
 def test_priority_ages_waiting_requests() -> None:
-    """There is always another one of higher priority, and still the first goes on when it has waited for its turn."""
+    """A request is served after its waiting time, though higher priorities keep arriving."""
     core, _ = blocked_core(0, policy("priority", aging_seconds=0.5))
     core.admit(0, [9, 9], Sampling(max_tokens=2), service=Service(priority=0))
     for request_id in range(1, 3):
@@ -569,7 +569,7 @@ def test_priority_ages_waiting_requests() -> None:
 
 
 def tokens_by_tenant(core: Core, tenants: dict[int, str]) -> dict[str, int]:
-    """Output received so far."""
+    """Output tokens received so far, by tenant."""
     received = dict.fromkeys(tenants.values(), 0)
     for request_id, tokens in core.outputs().items():
         if request_id in tenants:
@@ -590,7 +590,7 @@ def test_fair_flooding_tenant_gets_no_more_than_the_other(running_max: int) -> N
         if any(request_id not in device.order() for request_id in range(100, 120)):
             worst = max(worst, abs(received["flood"] - received["calm"]))
     finish(core)
-    # What they get differs by one request for each that runs at once, never by what has piled up.
+    # The tenants' outputs differ by at most one request per slot, however long the queues are.
     assert worst <= 6 * (running_max + 1)
 
 
@@ -612,7 +612,7 @@ def test_fair_shares_follow_the_weights(running_max: int) -> None:
 
 
 def test_fair_returning_tenant_takes_turns() -> None:
-    """The other has run one long request meanwhile, with nobody waiting."""
+    """Meanwhile the other tenant has run one long request, and the queue was empty."""
     core, _ = blocked_core(0, policy("fair"))
     core.admit(0, [1, 1], Sampling(max_tokens=1), service=Service("away"))
     core.admit(1, [2, 2], Sampling(max_tokens=300), service=Service("busy"))
@@ -629,7 +629,7 @@ def test_fair_returning_tenant_takes_turns() -> None:
     ("chosen", "victim"), [(policy("fcfs"), 2), (policy("priority"), 1), (policy("deadline"), 0), (policy("fair"), 1)]
 )
 def test_core_preempts_the_policys_victim(chosen: SetPolicy, victim: int) -> None:
-    """Three grow until the pool is full; the one that the policy would serve last gives way."""
+    """Three requests grow until the pool is full; the one that the policy serves last is preempted."""
     core = Core(0, device=WatchedDevice(1 + 12, 4), running_max=3, policy=chosen)
     services = [
         Service("a", 5, deadline_seconds=900.0),
@@ -652,7 +652,7 @@ def test_preempted_request_runs_before_a_new_one(name: str, seed: int) -> None:
     for request_id in range(3):
         core.admit(request_id, [request_id] * 8, Sampling(max_tokens=30))
     step_until(core, lambda: running(core) == 3)
-    # Under "deadline", one that must be done before all others still comes after the one that was preempted.
+    # Under "deadline", a request with the earliest deadline still comes after the preempted one.
     core.admit(3, [3] * 8, Sampling(max_tokens=2), service=Service(priority=0, deadline_seconds=1e6))
     step_until(core, lambda: preemptions(core) == 1)
     (victim,) = [i for i in range(3) if not is_running(core, i)]
@@ -676,7 +676,7 @@ def test_policy_changes_with_a_hundred_waiting_requests(seed: int) -> None:
         core.scheduler.tell(change)
     scheduler = scheduler_of(core)
     step_until(core, lambda: scheduler._state._queue._policy.rank(tracked(0, Service(priority=1))) == (-1e6, 0))
-    # Whoever had been chosen by then, the rest follow by priority alone.
+    # All requests chosen after the change follow by priority alone.
     begun = set(device.order()) | set(scheduler._state.running) | set(scheduler._state._block_requests.candidates)
     finish(core)
     rest = [request_id for request_id in device.order() if request_id not in begun]
@@ -687,7 +687,7 @@ def test_policy_changes_with_a_hundred_waiting_requests(seed: int) -> None:
 
 
 def alternating_core(seed: int, *, running_max: int, block_count: int) -> Core:
-    """Tenant "long" holds everything that it can, with long outputs and more requests in the queue."""
+    """A core where tenant "long" holds all slots or blocks, with long outputs and more requests queued."""
     core = Core(
         seed, device=WatchedDevice(block_count, 4), running_max=running_max, policy=policy("fair"), token_budget=32
     )
@@ -707,9 +707,9 @@ def preempted_for_a_share(core: Core, request_ids: range) -> list[int]:
 def test_fair_arrival_takes_a_slot_of_the_tenant_that_holds_all(
     running_max: int, block_count: int, lead: float, seed: int
 ) -> None:
-    """Of the seats, or of the blocks, and even where its tenant has received a little more than the other.
+    """The arriving request takes a slot, or blocks, even where its tenant has received slightly more than the other.
 
-    It is done long before any of the others; they lose time and no token.
+    It ends long before the others, which lose time and no token.
     """
     core = alternating_core(seed, running_max=running_max, block_count=block_count)
     step_until(core, lambda: any(len(tokens) > 9 for tokens in core.outputs().values()))
@@ -745,11 +745,11 @@ def test_fair_recomputed_tokens_are_not_charged_again(seed: int) -> None:
     assert charged == INPUT_TOKEN_COST * input_tokens + OUTPUT_TOKEN_COST * output_tokens
 
 
-# How much of a step one prompt may have.
+# The cap on one prompt's part of a step.
 
 
 def first_tokens(core: Core, device: WatchedDevice, request_id: int) -> int:
-    """Steps that ran until the first token of this request was out."""
+    """Number of steps until the first token of this request."""
     before = len(device.seen)
     step_until(core, lambda: core.outputs().get(request_id))
     return len(device.seen) - before
@@ -762,7 +762,7 @@ def test_rule_long_prefill_cap_short_prompt_does_not_wait_for_a_long_one(seed: i
     core.admit(0, list(range(200)), Sampling(max_tokens=1))
     step_until(core, lambda: device.computed() >= 40)
     core.admit(1, [300, 301, 302], Sampling(max_tokens=1))
-    # Two steps are in flight when it comes, and one of its own is computed.
+    # Two steps are in flight at its arrival, and one computes its own prompt.
     assert first_tokens(core, device, 1) <= 4
     assert is_live(core, 0)
     finish(core)
@@ -777,20 +777,20 @@ def test_rule_long_prefill_cap_lone_prompt_gets_the_whole_budget() -> None:
 
 
 def test_rule_long_prefill_cap_long_prompt_gets_the_unused_budget() -> None:
-    """Two run, and every step is full until there is nothing more to fill it with."""
+    """Two requests run, and every step is full as long as tokens remain."""
     device = WatchedDevice(400, 4)
     core = Core(0, device=device, token_budget=20, long_prefill_tokens=5)
     for request_id, length in enumerate((200, 60)):
         core.admit(request_id, list(range(1000 * request_id, 1000 * request_id + length)), Sampling(max_tokens=1))
     finish(core)
     assert [sum(chunk.token_count for chunk in step.chunks) for step in device.seen] == [20] * 13
-    # An even share is more than five: neither is held to less than that while both want more.
+    # An even share is more than five tokens: neither request gets fewer while both need more.
     both = [step for step in device.seen if len(step.chunks) == 2]
     assert len(both) >= 5 and all(chunk.token_count == 10 for step in both[1:-1] for chunk in step.chunks)
 
 
 def test_rule_long_prefill_cap_does_not_apply_without_a_free_slot() -> None:
-    """One waits that cannot come in, so the one that runs is not held back for it."""
+    """A waiting request that cannot be admitted does not cap the running one."""
     device = WatchedDevice(400, 4)
     core = Core(0, device=device, token_budget=20, running_max=1, long_prefill_tokens=5)
     core.admit(0, list(range(200)), Sampling(max_tokens=1))
@@ -801,7 +801,7 @@ def test_rule_long_prefill_cap_does_not_apply_without_a_free_slot() -> None:
 
 
 def test_rule_skip_blocked_request_without_tokens_is_skipped() -> None:
-    """The first in line is done but for the token that is in flight; those behind it are computed."""
+    """The first request only awaits its token in flight; the requests behind it are computed."""
     device = WatchedDevice(400, 4)
     core = Core(0, device=device, token_budget=4, steps_in_flight=3)
     core.admit(0, [1, 2], Sampling(max_tokens=1))
@@ -811,7 +811,7 @@ def test_rule_skip_blocked_request_without_tokens_is_skipped() -> None:
 
 
 def test_queue_heap_stays_a_heap() -> None:
-    """Joining, leaving and looking in any order, against a sorted list."""
+    """Join, leave and inspect in any order, against a sorted list."""
     chance = random.Random(9)
     queue = queue_of("priority", aging_seconds=1.0)
     waiting: list[Any] = []

@@ -1,4 +1,4 @@
-"""The scheduler when a peer dies, hangs or has lost its state, and a new scheduler in place of another."""
+"""The scheduler when a peer dies, hangs or loses its state, and a restarted scheduler."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from cuelight.messages.scheduler import (
 
 
 class PoisonedDevice(WatchedDevice):
-    """A step with any of `poison` in it calls `harm`."""
+    """A device that calls `harm` in a step with any of `poison`."""
 
     harm: Callable[[], object]
 
@@ -47,7 +47,7 @@ class PoisonedDevice(WatchedDevice):
 
 
 def poisoned_core(seed: int, *poison: int, steps_in_flight: int, is_killed: bool = False) -> Core:
-    """A core whose executor crashes, or is killed from outside, over a step with any of `poison` in it."""
+    """A core whose executor crashes, or is killed from outside, in a step with any of `poison`."""
 
     def lose() -> None:
         raise DeviceLost("poisoned")
@@ -136,7 +136,7 @@ def test_nothing_is_planned_until_the_next_executor_is_ready() -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("is_killed", "deaths"), [(False, 3), (True, 5)])
 def test_a_request_that_kills_the_executor_fails_alone(is_killed: bool, deaths: int, seed: int) -> None:
-    """A kill from outside says less of whoever was there, so two more of those are borne."""
+    """A kill from outside is weaker evidence against a request than a crash, so two more are allowed."""
     core = poisoned_core(seed, 2, steps_in_flight=2, is_killed=is_killed)
     admit_all(core, 5)
     finish(core)
@@ -203,7 +203,7 @@ def test_deaths_without_a_step_in_between_are_given_up_on() -> None:
     for deaths in range(1, 5):
         core.lose_executor("it raised")
         finish(core)
-        assert len(received(core, GaveUp)) == (deaths > 2), "and it is said once"
+        assert len(received(core, GaveUp)) == (deaths > 2), "sent once"
     (gave_up,) = received(core, GaveUp)
     assert isinstance(gave_up, GaveUp)
     assert "died 3 times" in gave_up.reason and "it raised" in gave_up.reason
@@ -236,7 +236,7 @@ def test_hanging_executor_is_killed() -> None:
 
 
 class Unresponsive:
-    """An executor that is there, and does nothing."""
+    """An executor that ignores every message."""
 
     def started(self) -> None: ...
 
@@ -244,7 +244,7 @@ class Unresponsive:
 
 
 def waits_for_a_kill(core: Core) -> float:
-    """Seconds until it comes."""
+    """Seconds until the executor is killed."""
     core.executor.actor = Unresponsive()
     before = core.now()
     while not core.kills:
@@ -295,7 +295,7 @@ def test_unloadable_model_fails_the_start_and_is_retried_later() -> None:
     hopeless = Core(0, device=StubDevice(60, 4))
     scheduler_of(hopeless).handle(ExecutorFailed("no weights"))
     assert received(hopeless, LoadFailed) == [LoadFailed("no weights")]
-    assert len(received(hopeless, GaveUp)) == 1, "nobody can make another one"
+    assert len(received(hopeless, GaveUp)) == 1, "no other executor can be started"
 
 
 def test_an_executor_is_announced_once() -> None:
@@ -322,7 +322,7 @@ def test_an_executor_is_announced_once() -> None:
     assert len(resets) <= 1
 
 
-# A scheduler that is new.
+# A restarted scheduler.
 
 
 def admit_message(number: int, *output: int, max_tokens: int = 4) -> Admit:
@@ -331,7 +331,7 @@ def admit_message(number: int, *output: int, max_tokens: int = 4) -> Admit:
 
 
 class NewScheduler:
-    """A scheduler that has not heard what it is to remember."""
+    """A core with a scheduler that has not received its state yet."""
 
     def __init__(self) -> None:
         self.core = Core(0, device=StubDevice(60, 4), restores=False)
@@ -421,11 +421,11 @@ def test_restored_requests_with_output_come_first() -> None:
     new.run()
 
 
-# Requests that are said again, and ends that are not confirmed.
+# Requests admitted again, and unconfirmed ends.
 
 
 class UnconfirmingCore:
-    """A core whose detokenizer confirms nothing by itself."""
+    """A core whose detokenizer confirms no end by itself."""
 
     def __init__(self) -> None:
         self.core = Core(0, device=StubDevice(60, 4))
@@ -486,7 +486,7 @@ def test_ended_stream_is_not_computed(is_ended: bool) -> None:
 
 
 def test_stream_ended_before_its_admission_is_not_computed() -> None:
-    """Its request was still in the mailbox when the scheduler before died."""
+    """The request was still in the mailbox when the earlier scheduler died."""
     new = NewScheduler()
     for message in (admit_message(5), Closed((RequestId(5),))):
         new.core.scheduler.tell(message)
@@ -500,7 +500,7 @@ def test_stream_ended_before_its_admission_is_not_computed() -> None:
 def test_reused_request_id_gets_no_blocks_or_tokens_of_its_first_use(
     is_waiting: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An id that was over and is admitted anew, while blocks, or a token, for its first time are under way."""
+    """An id is admitted again while blocks, or a token, of its first use are under way."""
     core = UnconfirmingCore().core
     finish(core)
     state = scheduler_of(core)._state
@@ -530,7 +530,7 @@ def test_token_of_an_ended_request_is_not_given_to_its_successor() -> None:
 
 
 class SmallMemoryDevice(WatchedDevice):
-    """Has memory for so many tokens of a step."""
+    """A device with memory for steps of at most `fits` tokens."""
 
     fits = 0
 
@@ -580,7 +580,7 @@ def test_single_token_that_does_not_fit_fails_its_request() -> None:
 
 
 def lasting(host_slots: list[int | None] | None = None) -> WatchedDevice:
-    """A pool for two of the requests below, and host memory, which may be what another device has left."""
+    """A device with a pool for two of the requests below, and host memory, perhaps that of an earlier device."""
     device = WatchedDevice(13, 4, host_block_count=40)
     device.host = msgspec.structs.replace(device.host, memory=5)
     device._host_slots = device._host_slots if host_slots is None else host_slots
@@ -614,7 +614,7 @@ def test_blocks_saved_before_the_executors_death_are_loaded(lasts: bool) -> None
 
 
 def test_copies_of_unanswered_steps_count_as_not_made() -> None:
-    """Nor has anybody made those that no step has been given yet."""
+    """Copies that no step contains yet count as not made either."""
     core = Core(0, device=lasting())
     admit_long(core, 2)
     finish(core)
@@ -622,7 +622,7 @@ def test_copies_of_unanswered_steps_count_as_not_made() -> None:
     core.admit(7, list(range(700, 740)), Sampling(max_tokens=2))
     step_until(core, lambda: core.blocks().blocks_saved > 0 and len(scheduler_of(core)._state._steps) > 0)
     assert core.blocks().host_blocks_used > 0
-    core.lose_executor("by a test", lasting(), is_killed=True)  # where nothing has been saved
+    core.lose_executor("by a test", lasting(), is_killed=True)  # with empty host memory
     step_until(core, lambda: not core.blocks().host_blocks_used)
     finish(core)
     assert core.ends()[7].reason is FinishReason.LENGTH

@@ -1,4 +1,4 @@
-"""Requests that arrive together with one prefix: it is computed once, whatever happens to whoever computes it."""
+"""Requests that arrive together with one prefix: it is computed once, whatever happens to its leader."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def outputs_are_right(core: Core, request_ids: range, sampling: Sampling, prefix
 @pytest.mark.parametrize("token_budget", [3, 8, 41, 512])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_prefix_is_computed_once(seed: int, token_budget: int) -> None:
-    """Each of the others computes its own last block, and one token for each output token but the last."""
+    """Each other request computes its last block, and one token for each output token but the last."""
     device = WatchedDevice(200, 4)
     core = Core(seed, device=device, token_budget=token_budget, running_max=8)
     sampling = Sampling(max_tokens=3)
@@ -62,7 +62,7 @@ def test_requests_without_a_common_block_do_not_wait() -> None:
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("token_budget", [7, 13, 20])
 def test_prefill_chunks_of_one_token_are_not_decodes(block_size: int, token_budget: int) -> None:
-    """Prompts whose last chunk holds a single token, before and after the hit, for a leader and for those behind it."""
+    """Prompts whose last chunk has one token, before and after the hit, for the leader and its followers."""
     for length in range(token_budget - 1, 3 * token_budget + 3):
         device = WatchedDevice(2 + 4 * -(-(length + 9) // block_size), block_size)
         core = Core(length, device=device, token_budget=token_budget, running_max=4)
@@ -73,7 +73,7 @@ def test_prefill_chunks_of_one_token_are_not_decodes(block_size: int, token_budg
 
 
 def leader_in_the_middle(seed: int, count: int = 5, service: Service | None = None) -> tuple[Core, WatchedDevice]:
-    """The first request has computed a part of the prefix that the others wait for."""
+    """A core whose first request has computed a part of the prefix that the others wait for."""
     device = WatchedDevice(100, 4)
     core = Core(seed, device=device, token_budget=8, running_max=8)
     core.admit(0, [*PREFIX, 0], Sampling(max_tokens=4), service=service or Service())
@@ -120,7 +120,7 @@ def test_leader_and_followers_continue_after_one_failed_step(seed: int) -> None:
 
 
 def test_preempted_leader_continues_later() -> None:
-    """One that runs already grows into the blocks of the leader, who is the newest."""
+    """A request that runs already takes the blocks of the leader, which is the newest."""
     for seed in range(20):
         device = WatchedDevice(1 + 17, 4)
         core = Core(seed, device=device, token_budget=5, running_max=8)
@@ -134,7 +134,7 @@ def test_preempted_leader_continues_later() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_leader_leaves_at_any_moment(seed: int) -> None:
-    """Also between the question for blocks and its answer, which says then that somebody waits for the leader."""
+    """Also between `Reserve` and a `Granted` that lists requests waiting for the leader."""
     for moment in range(4, 40):
         core = Core(seed, device=WatchedDevice(100, 4), token_budget=8, running_max=8)
         together(core, 3, Sampling(max_tokens=2))
@@ -148,7 +148,7 @@ def test_the_leader_leaves_at_any_moment(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(15))
 def test_prefix_waiters_continue_when_the_last_block_completes_meanwhile(seed: int) -> None:
-    """The prefix is complete between the question and the answer that sets the others aside; the leader runs on."""
+    """The prefix completes between `Reserve` and the `Granted` that sets the others aside; the leader continues."""
     for moment in range(4, 40, 2):
         device = WatchedDevice(200, 4)
         core = Core(seed, device=device, token_budget=16, running_max=8, long_prefill_tokens=8)
@@ -174,7 +174,7 @@ def test_requests_behind_a_prefix_waiter_continue(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_requests_behind_many_prefix_waiters_continue_at_once(seed: int) -> None:
-    """There is one seat left, and each that is tried for it waits for the leader, who could use every step alone."""
+    """One slot is free; each request tried for it waits for the leader, whose prompt could fill every step."""
     device = WatchedDevice(400, 4)
     core = Core(seed, device=device, token_budget=8, running_max=2, long_prefill_tokens=4)
     prefix = list(range(2000, 2200))
@@ -187,7 +187,7 @@ def test_requests_behind_many_prefix_waiters_continue_at_once(seed: int) -> None
 
 
 def test_prefix_waiter_is_tried_twice_and_not_at_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once to be set aside, once to be admitted; the leader's prompt takes fifty steps."""
+    """A follower is tried once to be set aside and once to be admitted; the leader's prompt takes fifty steps."""
     core = Core(1, device=WatchedDevice(400, 4), token_budget=8, running_max=16, long_prefill_tokens=4)
     prefix = list(range(2000, 2200))
     asked: list[int] = []
@@ -217,7 +217,7 @@ def test_more_requests_than_prefix_waiters_allowed_all_end() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_tiny_pools_and_any_order_of_delivery(seed: int) -> None:
-    """A pool for little more than one: nobody waits for ever, and nobody is let in over the head of another."""
+    """The pool holds little more than one request: none waits forever, and none is admitted before an earlier one."""
     chance = random.Random(seed)
     block_size = chance.choice([1, 2, 4, 16])
     blocks = -(-60 // block_size) * chance.choice([1, 1, 2]) + chance.randint(0, 3)
@@ -253,7 +253,7 @@ def test_equal_prompts_are_computed_once_except_the_last_block() -> None:
 
 @pytest.mark.parametrize(("shared", "sample_of", "enough"), [(9, None, 8), (39, None, 36), (40, 0, 39)])
 def test_no_request_waits_for_tokens_that_it_cannot_share(shared: int, sample_of: int | None, enough: int) -> None:
-    """Tokens of a block that differs before its end, and the last token (rule `recompute-last`)."""
+    """Unshareable: tokens of a block that differs before its end, and the last token (rule `recompute-last`)."""
     core = Core(0, device=WatchedDevice(100, 4), token_budget=enough)
     core.admit(0, PREFIX if sample_of == 0 else [*PREFIX[: enough + 1], 0], Sampling(max_tokens=4))
     core.admit(1, PREFIX if sample_of == 0 else [*PREFIX[:shared], 1, 2], Sampling(max_tokens=4), sample_of=sample_of)

@@ -1,4 +1,4 @@
-"""The scheduler with the real cache manager and executor around a stub device, one message at a time."""
+"""The scheduler with the real cache manager and executor on a stub device, one message at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuelight.messages.scheduler import StepDone
 
 
 class WatchedDevice(StubDevice):
-    """Keeps every step it ran."""
+    """A device that records every step."""
 
     def __init__(self, block_count: int, block_size: int) -> None:
         super().__init__(block_count, block_size)
@@ -28,7 +28,7 @@ class WatchedDevice(StubDevice):
 
 
 def requests(seed: int, count: int, prompt_max: int, output_max: int) -> list[tuple[list[int], Sampling]]:
-    """Some share a prefix, so the prefix cache takes part."""
+    """Random prompts and sampling options; some prompts share a prefix."""
     chance = random.Random(seed)
     shared = [chance.randrange(1000) for _ in range(prompt_max // 2)]
     made = []
@@ -45,7 +45,7 @@ def test_any_order_of_delivery_gives_each_request_its_lone_output(seed: int) -> 
     chance = random.Random(seed)
     block_size = chance.choice([1, 2, 4, 16])
     longest = 80
-    # From "just enough for one" to "room for all".
+    # Room for one request up to room for all.
     block_count = 2 + -(-longest // block_size) * chance.choice([1, 1, 2, 5])
     core = Core(
         seed,
@@ -94,14 +94,14 @@ def test_aborts_and_failed_steps_affect_no_other_request(seed: int) -> None:
         if end.reason is FinishReason.CANCELLED:
             assert request_id in aborted
         elif end.reason is not FinishReason.FAILED:
-            # FAILED needs two bad steps in a row for one request: rare, and then nobody else's matter.
+            # FAILED needs two failed steps in a row for one request: rare, and without effect on others.
             assert end.reason is reason and got == tokens
         assert got == tokens[: len(got)]
     assert core.blocks().blocks_free == core.blocks().blocks_total
 
 
 class OverflowingDevice(StubDevice):
-    """Makes no numbers of some requests' last tokens, and counts what it computes for each."""
+    """A device with non-finite logits for some requests, which counts the tokens computed for each."""
 
     def __init__(self, overflows: set[int]) -> None:
         super().__init__(60, 4)
@@ -127,14 +127,14 @@ def test_blocks_of_a_request_with_non_finite_logits_are_not_reused() -> None:
         core.run()
     assert core.ends()[1].reason is FinishReason.FAILED
     assert core.ends()[2].reason is FinishReason.LENGTH
-    # Of each the token that a decode in flight computed for nothing.
+    # For each request, one token of a decode that was already in flight.
     assert device.computed[1] - 1 == 40 - 16, "it found what the first one had computed"
     assert device.computed[2] - 1 == 38 - 16, "and so did the last one, but nothing of the second's"
     assert core.blocks().blocks_free == core.blocks().blocks_total
 
 
 def test_a_request_that_breaks_every_step_fails_alone() -> None:
-    """What is at fault is found by running suspects one at a time; the others never notice."""
+    """Running suspects one at a time finds the faulty request; the outputs of the others are unchanged."""
     poison = [666, 666, 666]
     device = FailingDevice(200, 4, lambda step: False)
     culprit = 3
@@ -188,7 +188,7 @@ def test_prefill_is_in_arrival_order() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_rule_head_of_line_no_request_is_admitted_before_the_head_of_the_queue(seed: int) -> None:
-    """The second does not fit beside the first; the third, which would, waits behind it."""
+    """The second request does not fit beside the first; the third, which would, waits behind it."""
     device = WatchedDevice(1 + 12, 4)
     core = Core(seed, device=device)
     core.admit(0, [1] * 20, Sampling(max_tokens=8))
@@ -216,7 +216,7 @@ def test_rule_victim_the_newest_is_preempted_first_and_keeps_its_tokens() -> Non
 
 
 def test_rule_no_useless_step_only_needed_steps_run() -> None:
-    """A prompt and three tokens take one prefill and two decodes, however many steps may be in flight."""
+    """A prompt and three output tokens take one prefill and two decodes, with any number of steps in flight."""
     device = WatchedDevice(50, 4)
     core = Core(0, device=device, steps_in_flight=4)
     core.admit(0, [1, 2, 3], Sampling(max_tokens=3))
@@ -270,7 +270,7 @@ def test_request_that_leaves_while_granted_the_last_block_frees_it(seed: int) ->
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_stop_string_may_be_found_late(seed: int) -> None:
-    """The cache manager knows tokens by then that the text does not have."""
+    """The cache manager has received tokens beyond the end of the text by then."""
     core = Core(seed, device=StubDevice(80, 1), steps_in_flight=4)
     core.admit(0, [7, 8, 9], Sampling(max_tokens=60))
     while len(core.outputs().get(0, [])) < 30:
@@ -283,7 +283,7 @@ def test_a_stop_string_may_be_found_late(seed: int) -> None:
 
 
 def test_rule_abort_anywhere_abort_is_idempotent_in_every_state() -> None:
-    """Whatever the moment, one abort ends the request once and gives every block back."""
+    """An abort at any moment ends the request once and frees all its blocks."""
     for moment in range(0, 120, 3):
         core = Core(moment, device=StubDevice(1 + 8, 4), token_budget=6, running_max=3)
         for request_id in range(4):

@@ -1,4 +1,4 @@
-"""A peer that does not answer is named, and the watchdogs disturb nothing else."""
+"""The watchdogs name a peer that does not answer, and have no other effect."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from cuelight.messages.request import Sampling
 
 
 class Unresponsive:
-    """Takes messages and never answers."""
+    """A peer that never answers."""
 
     def handle(self, message: ExecutorMessage | CacheMessage) -> None:
         pass
 
 
 def passes(core: Core, seconds: float) -> None:
-    """Deliver everything that happens in that time."""
+    """Let `seconds` pass, and deliver every message and timer due in them."""
     until = core.now() + seconds
     core.engine.simulation.at(until, lambda: None)
     while core.now() < until:
@@ -35,7 +35,7 @@ def passes(core: Core, seconds: float) -> None:
 @pytest.mark.parametrize("who", ["executor", "cache manager"])
 def test_silent_peer_is_named_and_explains_the_wait(who: str, caplog: pytest.LogCaptureFixture) -> None:
     core = Core(0, device=WatchedDevice(50, 4))
-    finish(core)  # it is ready
+    finish(core)  # until the executor is ready
     address = core.executor if who == "executor" else core.cache
     address.actor = Unresponsive()  # type: ignore[assignment]
     core.admit(0, [1, 2, 3], Sampling(max_tokens=4))
@@ -87,7 +87,7 @@ def test_a_step_that_failed_is_not_waited_for() -> None:
 
 
 def test_one_timer_runs_after_a_cancelled_wake_up_arrives() -> None:
-    """The timer is over, and before the scheduler hears of it the answer comes and another question goes out."""
+    """The timer fires; before its message is handled the answer arrives and another request is sent."""
     clock = VirtualClock()
     timers: list[VirtualTimer] = []
 
@@ -106,7 +106,7 @@ def test_one_timer_runs_after_a_cancelled_wake_up_arrives() -> None:
 
 
 class TimedWatchdog:
-    """A watchdog, and the seconds after which it wanted to be woken."""
+    """A watchdog, and the delays that it set timers for."""
 
     def __init__(self, least: float, first: float, fixed: float | None = None) -> None:
         self.due: list[float] = []

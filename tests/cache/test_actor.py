@@ -18,16 +18,16 @@ M = TypeVar("M")
 
 class Inbox(Generic[M]):
     def __init__(self) -> None:
-        self.heard: list[M] = []
+        self.received: list[M] = []
 
     def tell(self, message: M, /) -> None:
-        self.heard.append(message)
+        self.received.append(message)
 
 
 ROUND = 17
 
 
-class Stage:
+class CacheHarness:
     """A cache manager with a pool of `blocks_total` blocks of four tokens, and its two counterparts."""
 
     def __init__(
@@ -48,10 +48,10 @@ class Stage:
         round_: int = ROUND,
         copies_done: int = -1,
     ) -> Granted:
-        answers_before = len(self.scheduler.heard)
+        answers_before = len(self.scheduler.received)
         self.cache.handle(Reserve(round_, filled, growths, admissions, token_budget, self.scheduler, copies_done))
-        assert len(self.scheduler.heard) == answers_before + 1
-        return self.scheduler.heard[-1]
+        assert len(self.scheduler.received) == answers_before + 1
+        return self.scheduler.received[-1]
 
 
 def admission(request: int, token_count: int, first: int = 0) -> Admission:
@@ -62,26 +62,26 @@ def ids(granted: Granted) -> list[int]:
     return [grant.request_id for grant in granted.grants]
 
 
-def test_what_comes_before_the_first_reset_was_meant_for_another() -> None:
+def test_messages_before_the_first_reset_are_ignored() -> None:
     observer: Inbox[BlockFigures] = Inbox()
     scheduler: Inbox[Granted] = Inbox()
     cache = CacheManager(observer, 0.01)
     cache.handle(Reserve(ROUND, (Filled(RequestId(7), 3, ()),), (), (admission(1, 1),), 100, scheduler))
     cache.handle(Release((Filled(RequestId(7), 4, ()),)))
     cache.handle(ForgetPrefixes())
-    assert scheduler.heard == []
-    assert observer.heard == []
+    assert scheduler.received == []
+    assert observer.received == []
 
 
-def test_a_reset_gives_all_blocks_but_the_null_block() -> None:
-    stage = Stage(9)
-    assert stage.observer.heard == [BlockFigures(blocks_total=9, blocks_free=9)]
+def test_reset_frees_all_blocks_but_the_null_block() -> None:
+    harness = CacheHarness(9)
+    assert harness.observer.received == [BlockFigures(blocks_total=9, blocks_free=9)]
 
 
 def test_filled_comes_before_growths_and_growths_before_admissions() -> None:
-    stage = Stage(4)
-    stage.reserve(admissions=(admission(1, 8),))
-    granted = stage.reserve(
+    harness = CacheHarness(4)
+    harness.reserve(admissions=(admission(1, 8),))
+    granted = harness.reserve(
         filled=(Filled(RequestId(1), 8, (8,)),),
         growths=(Growth(RequestId(1), 12),),
         admissions=(admission(2, 9),),
@@ -90,42 +90,42 @@ def test_filled_comes_before_growths_and_growths_before_admissions() -> None:
 
 
 def test_each_growth_is_granted_whole_or_refused() -> None:
-    stage = Stage(4)
-    stage.reserve(admissions=(admission(1, 4), admission(2, 4, 50), admission(3, 4, 100)))
+    harness = CacheHarness(4)
+    harness.reserve(admissions=(admission(1, 4), admission(2, 4, 50), admission(3, 4, 100)))
     growths = (Growth(RequestId(1), 12), Growth(RequestId(2), 8), Growth(RequestId(3), 8))
-    granted = stage.reserve(growths=growths)
+    granted = harness.reserve(growths=growths)
     assert granted == Granted(ROUND, (Grant(RequestId(2), (4,), 0, 8),), (RequestId(1), RequestId(3)))
 
 
-def test_rule_running_first_a_round_that_must_preempt_admits_nobody() -> None:
-    stage = Stage(4)
-    stage.reserve(admissions=(admission(1, 12),))
-    granted = stage.reserve(growths=(Growth(RequestId(1), 24),), admissions=(admission(2, 4, 50),))
+def test_rule_running_first_round_that_must_preempt_admits_no_request() -> None:
+    harness = CacheHarness(4)
+    harness.reserve(admissions=(admission(1, 12),))
+    granted = harness.reserve(growths=(Growth(RequestId(1), 24),), admissions=(admission(2, 4, 50),))
     assert granted == Granted(ROUND, (), (RequestId(1),))
 
 
 def test_admissions_stop_at_the_first_refused() -> None:
-    stage = Stage(4)
-    granted = stage.reserve(admissions=(admission(1, 8), admission(2, 12, 50), admission(3, 4, 100)))
+    harness = CacheHarness(4)
+    granted = harness.reserve(admissions=(admission(1, 8), admission(2, 12, 50), admission(3, 4, 100)))
     assert ids(granted) == [1]
     assert granted.refused == (RequestId(2),)
 
 
 def test_admissions_stop_when_the_budget_is_used_up() -> None:
     """The last one may exceed it: it is prefilled in chunks. Those behind it are neither granted nor refused."""
-    stage = Stage(20)
+    harness = CacheHarness(20)
     admissions = (admission(1, 6), admission(2, 10, 50), admission(3, 4, 100))
-    granted = stage.reserve(admissions=admissions, token_budget=7)
+    granted = harness.reserve(admissions=admissions, token_budget=7)
     assert ids(granted) == [1, 2]
     assert granted.refused == ()
-    granted = stage.reserve(admissions=admissions[2:], token_budget=0)
+    granted = harness.reserve(admissions=admissions[2:], token_budget=0)
     assert granted == Granted(ROUND, (), ())
 
 
 def test_only_uncached_tokens_count_against_the_budget() -> None:
-    stage = Stage(20)
-    stage.reserve(admissions=(admission(1, 8),))
-    granted = stage.reserve(
+    harness = CacheHarness(20)
+    harness.reserve(admissions=(admission(1, 8),))
+    granted = harness.reserve(
         filled=(Filled(RequestId(1), 8, ()),),
         admissions=(admission(2, 9), admission(3, 10), admission(4, 9)),
         token_budget=3,
@@ -134,163 +134,163 @@ def test_only_uncached_tokens_count_against_the_budget() -> None:
 
 
 def test_rule_watermark_an_admission_earlier_in_the_same_message_brings_the_watermark() -> None:
-    stage = Stage(4, watermark_fraction=0.25)
-    granted = stage.reserve(admissions=(admission(1, 12), admission(2, 4, 50)))
+    harness = CacheHarness(4, watermark_fraction=0.25)
+    granted = harness.reserve(admissions=(admission(1, 12), admission(2, 4, 50)))
     assert ids(granted) == [1]
     assert granted.refused == (RequestId(2),)
-    assert stage.observer.heard[-1].blocks_free == 1
+    assert harness.observer.received[-1].blocks_free == 1
 
 
 def test_a_release_keeps_the_prefix_and_is_not_answered() -> None:
-    stage = Stage(4)
-    stage.reserve(admissions=(admission(1, 6),))
-    stage.cache.handle(Release((Filled(RequestId(1), 8, (6, 7, 8)), Filled(RequestId(99), 0, ()))))
-    assert len(stage.scheduler.heard) == 1
+    harness = CacheHarness(4)
+    harness.reserve(admissions=(admission(1, 6),))
+    harness.cache.handle(Release((Filled(RequestId(1), 8, (6, 7, 8)), Filled(RequestId(99), 0, ()))))
+    assert len(harness.scheduler.received) == 1
     figures = BlockFigures(blocks_total=4, blocks_free=4, blocks_cached=2, tokens_looked_up=6)
-    assert stage.observer.heard[-1] == figures
-    assert stage.reserve(admissions=(admission(2, 9),)).grants[0].cached_tokens == 8
+    assert harness.observer.received[-1] == figures
+    assert harness.reserve(admissions=(admission(2, 9),)).grants[0].cached_tokens == 8
 
 
-def test_what_a_spoilt_request_computed_is_no_prefix_but_what_it_found_still_is() -> None:
-    stage = Stage(12)
-    stage.reserve(admissions=(admission(1, 4),))
-    stage.cache.handle(Release((Filled(RequestId(1), 4, ()),)))
-    stage.reserve(admissions=(admission(2, 13),))
-    stage.reserve(filled=(Filled(RequestId(2), 8, ()),))
-    assert stage.reserve(admissions=(admission(3, 9),)).grants[0].cached_tokens == 8
-    stage.cache.handle(Release((Filled(RequestId(2), 12, ()),), poisoned=(RequestId(2),)))
-    assert stage.reserve(admissions=(admission(4, 13),)).grants[0].cached_tokens == 4
-    stage.cache.handle(Release((Filled(RequestId(4), 12, ()), Filled(RequestId(3), 8, ()))))
-    assert stage.reserve(admissions=(admission(5, 13),)).grants[0].cached_tokens == 12
+def test_blocks_of_a_poisoned_request_are_not_indexed_but_its_hits_stay() -> None:
+    harness = CacheHarness(12)
+    harness.reserve(admissions=(admission(1, 4),))
+    harness.cache.handle(Release((Filled(RequestId(1), 4, ()),)))
+    harness.reserve(admissions=(admission(2, 13),))
+    harness.reserve(filled=(Filled(RequestId(2), 8, ()),))
+    assert harness.reserve(admissions=(admission(3, 9),)).grants[0].cached_tokens == 8
+    harness.cache.handle(Release((Filled(RequestId(2), 12, ()),), poisoned=(RequestId(2),)))
+    assert harness.reserve(admissions=(admission(4, 13),)).grants[0].cached_tokens == 4
+    harness.cache.handle(Release((Filled(RequestId(4), 12, ()), Filled(RequestId(3), 8, ()))))
+    assert harness.reserve(admissions=(admission(5, 13),)).grants[0].cached_tokens == 12
 
 
-def test_the_observer_hears_changed_figures_once_a_message() -> None:
-    stage = Stage(4)
-    stage.reserve(admissions=(admission(1, 4), admission(2, 4, 50)))
-    assert len(stage.observer.heard) == 2
-    stage.reserve(filled=(Filled(RequestId(1), 2, ()),), growths=(Growth(RequestId(1), 4),))
-    stage.reserve()
-    stage.cache.handle(Release(()))
-    assert len(stage.observer.heard) == 2
-    stage.reserve(filled=(Filled(RequestId(1), 4, ()),))
+def test_observer_receives_changed_figures_once_per_message() -> None:
+    harness = CacheHarness(4)
+    harness.reserve(admissions=(admission(1, 4), admission(2, 4, 50)))
+    assert len(harness.observer.received) == 2
+    harness.reserve(filled=(Filled(RequestId(1), 2, ()),), growths=(Growth(RequestId(1), 4),))
+    harness.reserve()
+    harness.cache.handle(Release(()))
+    assert len(harness.observer.received) == 2
+    harness.reserve(filled=(Filled(RequestId(1), 4, ()),))
     figures = BlockFigures(blocks_total=4, blocks_free=2, blocks_cached=1, tokens_looked_up=8)
-    assert stage.observer.heard[2:] == [figures]
+    assert harness.observer.received[2:] == [figures]
 
 
-def test_a_reset_forgets_tables_and_prefixes_but_not_past_counts() -> None:
-    stage = Stage(2)
-    stage.reserve(admissions=(admission(1, 8),))
-    stage.cache.handle(Release((Filled(RequestId(1), 8, ()),)))
-    stage.reserve(admissions=(admission(2, 8, 50),))
-    assert stage.observer.heard[-1].evictions == 2
+def test_reset_clears_tables_and_prefixes_but_not_counters() -> None:
+    harness = CacheHarness(2)
+    harness.reserve(admissions=(admission(1, 8),))
+    harness.cache.handle(Release((Filled(RequestId(1), 8, ()),)))
+    harness.reserve(admissions=(admission(2, 8, 50),))
+    assert harness.observer.received[-1].evictions == 2
     for _ in range(2):
-        stage.cache.handle(Reset(6, 2))
+        harness.cache.handle(Reset(6, 2))
         figures = BlockFigures(blocks_total=5, blocks_free=5, evictions=2, tokens_looked_up=16)
-        assert stage.observer.heard[-1] == figures
-    assert len(stage.observer.heard) == 6
-    stage.cache.handle(Release((Filled(RequestId(2), 8, ()),)))
-    granted = stage.reserve(admissions=(admission(1, 9), admission(2, 9)))
+        assert harness.observer.received[-1] == figures
+    assert len(harness.observer.received) == 6
+    harness.cache.handle(Release((Filled(RequestId(2), 8, ()),)))
+    granted = harness.reserve(admissions=(admission(1, 9), admission(2, 9)))
     assert granted == Granted(ROUND, (Grant(RequestId(1), (1, 2, 3, 4, 5), 0, 10),), (), (RequestId(2),))
 
 
-def test_a_growth_without_a_table_is_our_bug() -> None:
+def test_growth_without_a_table_raises() -> None:
     with pytest.raises(AssertionError, match="request 5 grows but has no table"):
-        Stage(4).reserve(growths=(Growth(RequestId(5), 4),))
+        CacheHarness(4).reserve(growths=(Growth(RequestId(5), 4),))
 
 
 def test_a_prefix_is_found_with_its_salt() -> None:
-    stage = Stage(8)
+    harness = CacheHarness(8)
     mine, yours = (Admission(RequestId(i), tuple(range(6)), salt) for i, salt in enumerate((b"mine", b"yours")))
-    stage.reserve(admissions=(mine,))
-    stage.cache.handle(Release((Filled(mine.request_id, 6, ()),)))
-    granted = stage.reserve(admissions=(yours, Admission(RequestId(2), tuple(range(6)), b"mine")))
+    harness.reserve(admissions=(mine,))
+    harness.cache.handle(Release((Filled(mine.request_id, 6, ()),)))
+    granted = harness.reserve(admissions=(yours, Admission(RequestId(2), tuple(range(6)), b"mine")))
     assert [grant.cached_tokens for grant in granted.grants] == [0, 4]
-    assert stage.observer.heard[-1].tokens_looked_up == 18
-    assert stage.observer.heard[-1].tokens_found == 4
+    assert harness.observer.received[-1].tokens_looked_up == 18
+    assert harness.observer.received[-1].tokens_found == 4
 
 
-def test_prefixes_are_forgotten_and_tables_are_not() -> None:
-    stage = Stage(8)
-    stage.reserve(admissions=(admission(1, 6),))
-    stage.reserve(filled=(Filled(RequestId(1), 6, ()),), admissions=(admission(2, 6, 50),))
-    stage.cache.handle(Release((Filled(RequestId(2), 6, ()),)))
-    assert stage.observer.heard[-1].blocks_cached == 2
-    stage.cache.handle(ForgetPrefixes())
-    assert stage.observer.heard[-1].blocks_cached == stage.observer.heard[-1].evictions == 0
-    granted = stage.reserve(growths=(Growth(RequestId(1), 9),), admissions=(admission(3, 6), admission(4, 6, 50)))
+def test_forget_prefixes_keeps_block_tables() -> None:
+    harness = CacheHarness(8)
+    harness.reserve(admissions=(admission(1, 6),))
+    harness.reserve(filled=(Filled(RequestId(1), 6, ()),), admissions=(admission(2, 6, 50),))
+    harness.cache.handle(Release((Filled(RequestId(2), 6, ()),)))
+    assert harness.observer.received[-1].blocks_cached == 2
+    harness.cache.handle(ForgetPrefixes())
+    assert harness.observer.received[-1].blocks_cached == harness.observer.received[-1].evictions == 0
+    granted = harness.reserve(growths=(Growth(RequestId(1), 9),), admissions=(admission(3, 6), admission(4, 6, 50)))
     assert [(grant.request_id, grant.cached_tokens) for grant in granted.grants] == [(1, 0), (3, 0), (4, 0)]
-    assert len(stage.scheduler.heard) == 3, "a ForgetPrefixes is not answered"
+    assert len(harness.scheduler.received) == 3, "a ForgetPrefixes is not answered"
 
 
-def test_what_growths_and_admissions_copy_comes_with_the_answer() -> None:
+def test_copies_of_growths_and_admissions_come_with_the_answer() -> None:
     """Saves of both, and a load into a block that was saved: it comes after them."""
-    stage = Stage(4, host_blocks=4)
-    stage.reserve(admissions=(admission(1, 8),))
-    stage.cache.handle(Release((Filled(RequestId(1), 8, ()),)))
-    stage.reserve(admissions=(admission(2, 16, 50),))
-    stage.cache.handle(Release((Filled(RequestId(2), 16, ()),)))
-    stage.reserve(admissions=(admission(3, 3, 100),))
-    granted = stage.reserve(growths=(Growth(RequestId(3), 5),), admissions=(admission(4, 8),))
+    harness = CacheHarness(4, host_blocks=4)
+    harness.reserve(admissions=(admission(1, 8),))
+    harness.cache.handle(Release((Filled(RequestId(1), 8, ()),)))
+    harness.reserve(admissions=(admission(2, 16, 50),))
+    harness.cache.handle(Release((Filled(RequestId(2), 16, ()),)))
+    harness.reserve(admissions=(admission(3, 3, 100),))
+    granted = harness.reserve(growths=(Growth(RequestId(3), 5),), admissions=(admission(4, 8),))
     (growth, last) = granted.grants
     assert last.cached_tokens == 4
     # Slot 3 was free, slot 1 is to be loaded; of the others, 0 and 2 are in the order in which they were used.
     save = BlockCopies(CopyKind.SAVE, (*growth.block_ids, *last.block_ids), (3, 0, 2))
     assert granted.copies == (save, BlockCopies(CopyKind.LOAD, (1,), last.block_ids[:1]))
-    figures = stage.observer.heard[-1]
+    figures = harness.observer.received[-1]
     assert (figures.blocks_saved, figures.blocks_loaded, figures.blocks_forked) == (6, 1, 0)
     assert (figures.host_blocks_total, figures.host_blocks_used) == (4, 4)
-    stage.cache.handle(Reset(5, 4))
-    figures = stage.observer.heard[-1]
+    harness.cache.handle(Reset(5, 4))
+    figures = harness.observer.received[-1]
     assert (figures.blocks_saved, figures.host_blocks_total, figures.host_blocks_used) == (6, 0, 0)
 
 
 def test_a_copy_is_answered_once() -> None:
-    stage = Stage(1, host_blocks=1)
-    stage.reserve(admissions=(admission(1, 4),))
-    stage.cache.handle(Release((Filled(RequestId(1), 4, ()),)))
-    assert stage.reserve(admissions=(admission(2, 4, 50),)).copies == (BlockCopies(CopyKind.SAVE, (1,), (0,)),)
-    assert stage.reserve().copies == ()
+    harness = CacheHarness(1, host_blocks=1)
+    harness.reserve(admissions=(admission(1, 4),))
+    harness.cache.handle(Release((Filled(RequestId(1), 4, ()),)))
+    assert harness.reserve(admissions=(admission(2, 4, 50),)).copies == (BlockCopies(CopyKind.SAVE, (1,), (0,)),)
+    assert harness.reserve().copies == ()
 
 
-def test_other_samples_wait_for_the_first_one_and_copy_its_last_block() -> None:
-    stage = Stage(8)
+def test_other_samples_wait_for_the_first_and_copy_its_last_block() -> None:
+    harness = CacheHarness(8)
     samples = tuple(Admission(RequestId(i), tuple(range(6)), sample_of=RequestId(0) if i else None) for i in range(4))
-    granted = stage.reserve(admissions=samples, token_budget=100)
+    granted = harness.reserve(admissions=samples, token_budget=100)
     assert ids(granted) == [0]
     assert granted.deferred == (RequestId(1), RequestId(2), RequestId(3))
-    granted = stage.reserve(filled=(Filled(RequestId(0), 6, ()),), admissions=samples[1:], token_budget=3)
+    granted = harness.reserve(filled=(Filled(RequestId(0), 6, ()),), admissions=samples[1:], token_budget=3)
     assert [(grant.request_id, grant.cached_tokens) for grant in granted.grants] == [(1, 5), (2, 5), (3, 5)]
     targets = tuple(grant.block_ids[1] for grant in granted.grants)
     assert granted.copies == (BlockCopies(CopyKind.FORK, (2, 2, 2), targets),)
-    figures = stage.observer.heard[-1]
+    figures = harness.observer.received[-1]
     assert (figures.blocks_forked, figures.tokens_looked_up, figures.tokens_found) == (3, 24, 15)
 
 
-def test_host_memory_that_does_not_pay_has_no_blocks() -> None:
-    stage = Stage(4)
-    stage.cache.handle(Reset(5, 4, HostTier(100, move_seconds=4.0, recompute_seconds=1.0)))
-    assert stage.observer.heard[-1] == BlockFigures(blocks_total=4, blocks_free=4)
+def test_unprofitable_host_memory_has_no_blocks() -> None:
+    harness = CacheHarness(4)
+    harness.cache.handle(Reset(5, 4, HostTier(100, move_seconds=4.0, recompute_seconds=1.0)))
+    assert harness.observer.received[-1] == BlockFigures(blocks_total=4, blocks_free=4)
 
 
-def saving(memory: int = 5) -> Stage:
+def saving(memory: int = 5) -> CacheHarness:
     """Two blocks of request 1 were saved in the round before the last, one of request 2 in the last."""
-    stage = Stage(3, host_blocks=8, memory=memory)
+    harness = CacheHarness(3, host_blocks=8, memory=memory)
     for number in range(3):
-        stage.reserve(admissions=(admission(number, (8, 4, 8)[number], 100 * number),), round_=ROUND + number)
-        stage.cache.handle(Release((Filled(RequestId(number), (8, 4, 8)[number], ()),)))
-    last = stage.reserve(admissions=(admission(3, 12, 900),), round_=ROUND + 3)
+        harness.reserve(admissions=(admission(number, (8, 4, 8)[number], 100 * number),), round_=ROUND + number)
+        harness.cache.handle(Release((Filled(RequestId(number), (8, 4, 8)[number], ()),)))
+    last = harness.reserve(admissions=(admission(3, 12, 900),), round_=ROUND + 3)
     assert [copies.copying for copies in last.copies] == [CopyKind.SAVE]
-    assert stage.observer.heard[-1].blocks_saved == 5
-    return stage
+    assert harness.observer.received[-1].blocks_saved == 5
+    return harness
 
 
-def found(stage: Stage) -> list[int]:
+def found(harness: CacheHarness) -> list[int]:
     """Tokens that each of the three prompts would find."""
     counts = []
     for number in range(3):
-        granted = stage.reserve(admissions=(admission(9, 9, 100 * number),))
+        granted = harness.reserve(admissions=(admission(9, 9, 100 * number),))
         counts.append(granted.grants[0].cached_tokens)
-        stage.cache.handle(Release((Filled(RequestId(9), counts[-1], ()),)))
+        harness.cache.handle(Release((Filled(RequestId(9), counts[-1], ()),)))
     return counts
 
 
@@ -298,47 +298,47 @@ def found(stage: Stage) -> list[int]:
     ("copies_done", "expected"),
     [(-1, [0, 0, 0]), (ROUND + 1, [0, 0, 0]), (ROUND + 2, [8, 0, 0]), (ROUND + 3, [8, 4, 8])],
 )
-def test_a_reset_keeps_what_is_certain_to_be_in_host_memory(copies_done: int, expected: list[int]) -> None:
-    stage = saving()
-    stage.cache.handle(msgspec.structs.replace(stage.reset, copies_done=copies_done))
-    figures = stage.observer.heard[-1]
+def test_reset_keeps_blocks_certain_to_be_in_host_memory(copies_done: int, expected: list[int]) -> None:
+    harness = saving()
+    harness.cache.handle(msgspec.structs.replace(harness.reset, copies_done=copies_done))
+    figures = harness.observer.received[-1]
     assert (figures.blocks_free, figures.blocks_cached) == (3, 0)
     assert figures.host_blocks_used == sum(expected) // 4
-    assert found(stage) == expected
+    assert found(harness) == expected
 
 
-def test_what_was_said_to_be_made_is_certain_for_a_scheduler_that_knows_nothing() -> None:
-    stage = saving()
-    stage.reserve(round_=ROUND + 4, copies_done=ROUND + 2)
-    stage.cache.handle(stage.reset)
-    assert found(stage) == [8, 0, 0]
+def test_confirmed_copies_are_certain_for_a_new_scheduler() -> None:
+    harness = saving()
+    harness.reserve(round_=ROUND + 4, copies_done=ROUND + 2)
+    harness.cache.handle(harness.reset)
+    assert found(harness) == [8, 0, 0]
 
 
-def test_rounds_of_an_earlier_scheduler_are_no_rounds_of_this_one() -> None:
-    stage = saving()
-    stage.reserve(round_=ROUND + 4, copies_done=ROUND + 3)
-    stage.cache.handle(stage.reset)
-    stage.reserve(round_=1, copies_done=0)
-    stage.cache.handle(msgspec.structs.replace(stage.reset, copies_done=0))
-    assert found(stage) == [8, 4, 8]
+def test_rounds_of_an_earlier_scheduler_do_not_count() -> None:
+    harness = saving()
+    harness.reserve(round_=ROUND + 4, copies_done=ROUND + 3)
+    harness.cache.handle(harness.reset)
+    harness.reserve(round_=1, copies_done=0)
+    harness.cache.handle(msgspec.structs.replace(harness.reset, copies_done=0))
+    assert found(harness) == [8, 4, 8]
 
 
-def test_another_memory_or_one_that_is_never_the_same_holds_nothing() -> None:
+def test_other_or_unnamed_host_memory_holds_nothing() -> None:
     for memory, then in ((5, 6), (5, 0), (0, 0)):
-        stage = saving(memory)
-        host = msgspec.structs.replace(stage.reset.host, memory=then)
-        stage.cache.handle(msgspec.structs.replace(stage.reset, host=host, copies_done=ROUND + 3))
-        assert stage.observer.heard[-1].host_blocks_used == 0
-        assert found(stage) == [0, 0, 0]
+        harness = saving(memory)
+        host = msgspec.structs.replace(harness.reset.host, memory=then)
+        harness.cache.handle(msgspec.structs.replace(harness.reset, host=host, copies_done=ROUND + 3))
+        assert harness.observer.received[-1].host_blocks_used == 0
+        assert found(harness) == [0, 0, 0]
 
 
-def test_slots_that_were_in_doubt_are_used_again() -> None:
-    stage = saving()
-    stage.cache.handle(msgspec.structs.replace(stage.reset, copies_done=ROUND + 2))
+def test_uncertain_slots_are_reused() -> None:
+    harness = saving()
+    harness.cache.handle(msgspec.structs.replace(harness.reset, copies_done=ROUND + 2))
     slots: set[int] = set()
     for number in range(20, 24):
-        granted = stage.reserve(admissions=(admission(number, 12, 100 * number),))
+        granted = harness.reserve(admissions=(admission(number, 12, 100 * number),))
         slots.update(*[copies.targets for copies in granted.copies])
-        stage.cache.handle(Release((Filled(RequestId(number), 12, ()),)))
-        stage.cache._tables.check()
+        harness.cache.handle(Release((Filled(RequestId(number), 12, ()),)))
+        harness.cache._tables.check()
     assert slots == set(range(8)), "also those of what was kept, when their time has come"

@@ -63,7 +63,7 @@ any_copy = st.one_of(
 
 
 @given(st.lists(any_copy, max_size=20))
-def test_any_copies_in_batches_do_what_they_do_one_by_one(copies: list[Copy]) -> None:
+def test_batched_copies_equal_single_copies(copies: list[Copy]) -> None:
     """Whatever order a batch is made in."""
     one_by_one, forwards, backwards = Memory(), Memory(), Memory()
     for copying, source, target in copies:
@@ -84,7 +84,7 @@ def test_copies_of_one_kind_are_one_batch() -> None:
     assert gathered([(FORK, 1, 2), (FORK, 1, 3)]) == (BlockCopies(FORK, (1, 1), (2, 3)),)
 
 
-def test_a_copy_goes_past_others_that_do_not_concern_it() -> None:
+def test_copy_joins_an_earlier_batch_past_independent_copies() -> None:
     """A save, then a load into the block it saved, for each of several admissions: two batches."""
     copies = [(SAVE, 1, 0), (LOAD, 3, 1), (SAVE, 2, 1), (LOAD, 4, 2)]
     assert gathered(copies) == (BlockCopies(SAVE, (1, 2), (0, 1)), BlockCopies(LOAD, (3, 4), (1, 2)))
@@ -101,13 +101,13 @@ def test_a_copy_goes_past_others_that_do_not_concern_it() -> None:
         pytest.param([(SAVE, 1, 0), (FORK, 2, 1)], id="what was saved is written to"),
     ],
 )
-def test_copies_that_must_follow_each_other_do(copies: list[Copy]) -> None:
+def test_dependent_copies_are_in_separate_batches(copies: list[Copy]) -> None:
     (first, second) = gathered(copies)
     assert (first.copying, second.copying) == (copies[0][0], copies[1][0])
     assert (first.sources, second.sources) == ((copies[0][1],), (copies[1][1],))
 
 
-def test_what_is_saved_over_unread_is_not_saved() -> None:
+def test_overwritten_unread_save_is_omitted() -> None:
     copies = [(SAVE, 1, 0), (SAVE, 2, 1), (SAVE, 3, 0), (LOAD, 0, 4), (SAVE, 5, 0)]
     assert gathered(copies) == (
         BlockCopies(SAVE, (2,), (1,)),
@@ -119,12 +119,12 @@ def test_what_is_saved_over_unread_is_not_saved() -> None:
     assert sum(len(batch.sources) for batch in gathered(many)) == 3
 
 
-def test_a_later_copy_does_not_overtake_what_it_depends_on() -> None:
+def test_later_copy_does_not_overtake_its_dependency() -> None:
     copies = [(SAVE, 1, 0), (LOAD, 1, 2), (SAVE, 2, 2)]
     assert [batch.copying for batch in gathered(copies)] == [SAVE, LOAD, SAVE]
 
 
-def test_what_was_taken_is_not_given_out_again() -> None:
+def test_taken_copies_are_returned_once() -> None:
     gathering = CopyBatches()
     gathering.add(SAVE, 1, 0)
     assert len(gathering.take()) == 1

@@ -82,7 +82,7 @@ def test_an_empty_pool_refuses_everything() -> None:
     assert tables.pool.free_count == 0
 
 
-def test_rule_free_means_now_a_hit_that_nobody_holds_uses_up_a_free_block() -> None:
+def test_rule_free_means_now_unheld_hit_uses_a_free_block() -> None:
     tables = make_tables(4)
     serve(tables, 1, tokens(8))
     admitted(tables, 2, tokens(4, 50))
@@ -178,7 +178,7 @@ def test_rule_reference_counts_after_a_drain_every_block_is_free() -> None:
     assert tables.pool.free_count == tables.pool.total == 8
 
 
-def test_rule_reference_counts_the_check_finds_what_is_wrong() -> None:
+def test_rule_reference_counts_check_finds_planted_errors() -> None:
     pool = BlockPool(4)
     first, second = pool.take(2)
     pool.check({first: 1, second: 1})
@@ -409,7 +409,7 @@ def test_releasing_a_request_that_holds_nothing_is_harmless() -> None:
     assert tables.pool.free_count == 0
 
 
-def test_our_bugs_are_said_by_name() -> None:
+def test_misuse_raises_with_the_request_named() -> None:
     tables = make_tables(4)
     admitted(tables, 1, tokens(5))
     with pytest.raises(AssertionError, match="request 1 is admitted twice"):

@@ -34,7 +34,7 @@ def test_a_prompt_of_one_token_has_nothing_to_share() -> None:
     assert admit(tables, 2, tokens(1), sample_of=1).cached_tokens == 0
 
 
-def test_who_is_no_sample_copies_nothing() -> None:
+def test_request_that_is_no_sample_copies_nothing() -> None:
     tables = make_tables(20)
     admit(tables, 1, tokens(6))
     fill(tables, 1, 6)
@@ -68,7 +68,7 @@ def test_another_salt_copies_nothing() -> None:
 
 
 @pytest.mark.parametrize("sample_of", [1, 9])
-def test_a_first_sample_that_is_gone_or_was_never_there_changes_nothing(sample_of: int) -> None:
+def test_ended_or_unknown_first_sample_changes_nothing(sample_of: int) -> None:
     tables = make_tables(20)
     serve(tables, 1, tokens(6))
     assert not tables.is_being_computed(asking(2, tokens(6), sample_of=sample_of))
@@ -76,7 +76,7 @@ def test_a_first_sample_that_is_gone_or_was_never_there_changes_nothing(sample_o
     assert tables.take_copies() == ()
 
 
-def test_a_full_block_that_nobody_else_can_find_is_copied_and_found_from_then_on() -> None:
+def test_unindexed_full_block_is_copied_and_then_indexed() -> None:
     """The first sample's block is the duplicate of one that was evicted."""
     tables = make_tables(5)
     admit(tables, 1, tokens(4))
@@ -117,7 +117,7 @@ def test_a_sample_takes_the_full_blocks_from_host_memory_and_the_rest_from_the_f
     assert tables.take_copies() == (loaded((0, grant.block_ids[0])), forked(source[1], grant.block_ids[1]))
 
 
-def test_a_sample_waits_while_the_first_one_computes_what_it_can_use() -> None:
+def test_sample_waits_while_the_first_computes_usable_tokens() -> None:
     tables = make_tables(20)
     admit(tables, 1, tokens(11))
     for computed in range(10):
@@ -137,7 +137,7 @@ def test_a_sample_waits_although_there_is_no_full_block() -> None:
     assert not tables.is_being_computed(asking(2, tokens(3), sample_of=1)), "nobody computes it any more"
 
 
-def test_a_sample_does_not_wait_for_single_tokens_behind_what_is_found_already() -> None:
+def test_sample_does_not_wait_for_single_tokens_behind_its_hits() -> None:
     """Where the first sample is far behind, as another request has computed the prompt beside it."""
     tables = make_tables(20)
     admit(tables, 1, tokens(10))
@@ -148,7 +148,7 @@ def test_a_sample_does_not_wait_for_single_tokens_behind_what_is_found_already()
     assert tables.is_being_computed(asking(3, tokens(10), sample_of=1))
 
 
-def test_a_first_sample_whose_contents_were_forgotten_is_no_help() -> None:
+def test_first_sample_with_forgotten_contents_is_not_copied() -> None:
     tables = make_tables(20)
     admit(tables, 1, tokens(7))
     fill(tables, 1, 7)

@@ -21,7 +21,7 @@ def test_rule_hash_keys_a_prefix_is_found_only_with_its_salt() -> None:
     assert admit(tables, 4, tokens(9), b"mine").cached_tokens == 8
 
 
-def test_rule_hash_keys_nobody_waits_for_a_prefix_of_another_salt() -> None:
+def test_rule_hash_keys_no_request_waits_for_a_prefix_of_another_salt() -> None:
     tables = make_tables(20)
     admit(tables, 1, tokens(9), b"mine")
     assert tables.is_being_computed(asking(2, tokens(9), b"mine"))
@@ -37,7 +37,7 @@ def test_rule_hash_keys_a_refused_request_is_not_tried_again_with_the_digests_of
     assert admit(tables, 3, tokens(9), b"yours").cached_tokens == 0
 
 
-def test_rule_forget_prefixes_what_was_computed_is_forgotten() -> None:
+def test_rule_forget_prefixes_computed_blocks_are_forgotten() -> None:
     tables = make_tables(8)
     serve(tables, 1, tokens(16))
     forget(tables)
@@ -46,7 +46,7 @@ def test_rule_forget_prefixes_what_was_computed_is_forgotten() -> None:
     assert tables.pool.evictions == 0
 
 
-def test_rule_forget_prefixes_who_runs_keeps_its_blocks_and_is_never_found() -> None:
+def test_rule_forget_prefixes_running_request_keeps_unindexed_blocks() -> None:
     """Neither what it had computed, nor what it computes afterwards, nor when it ends."""
     tables = make_tables(16)
     admit(tables, 1, tokens(14))
@@ -62,7 +62,7 @@ def test_rule_forget_prefixes_who_runs_keeps_its_blocks_and_is_never_found() -> 
     assert admit(tables, 3, tokens(14)).cached_tokens == 0
 
 
-def test_rule_forget_prefixes_nobody_waits_for_what_nobody_will_find() -> None:
+def test_rule_forget_prefixes_no_request_waits_for_an_unindexed_prefix() -> None:
     tables = make_tables(16)
     admit(tables, 1, tokens(12))
     fill(tables, 1, 6)
@@ -73,7 +73,7 @@ def test_rule_forget_prefixes_nobody_waits_for_what_nobody_will_find() -> None:
     assert tables.take_copies() == ()
 
 
-def test_rule_forget_prefixes_what_is_computed_after_the_forgetting_is_found() -> None:
+def test_rule_forget_prefixes_blocks_computed_afterwards_are_found() -> None:
     """By another request, and by one that ran through it, was preempted and came back."""
     tables = make_tables(16)
     admit(tables, 1, tokens(9))
@@ -107,7 +107,7 @@ def test_an_evicted_block_is_saved_and_comes_back() -> None:
     assert tables.take_copies() == (loaded((1, grant.block_ids[0]), (0, grant.block_ids[1])),)
 
 
-def test_what_was_loaded_can_be_found_at_once_and_is_not_saved_again() -> None:
+def test_loaded_block_is_found_at_once_and_not_saved_again() -> None:
     tables = make_tables(4, host_blocks=8)
     serve(tables, 1, tokens(8))
     serve(tables, 2, tokens(16, 50))
@@ -123,7 +123,7 @@ def test_what_was_loaded_can_be_found_at_once_and_is_not_saved_again() -> None:
     assert tables.take_copies() == ()
 
 
-def test_a_growth_saves_what_it_evicts() -> None:
+def test_growth_saves_evicted_blocks() -> None:
     tables = make_tables(2, host_blocks=1)
     serve(tables, 1, tokens(4))
     admit(tables, 2, tokens(3, 50))
@@ -132,7 +132,7 @@ def test_a_growth_saves_what_it_evicts() -> None:
     assert tables.take_copies() == (saved((1, 0)),)
 
 
-def test_a_prefix_is_found_here_and_there_in_turn() -> None:
+def test_prefix_alternates_between_device_and_host_memory() -> None:
     """Of two requests that computed it at once, one has left behind the first block, and one still holds the third."""
     tables = make_tables(12, host_blocks=1)
     admit(tables, 1, tokens(13))
@@ -197,7 +197,7 @@ def test_rule_tail_first_in_host_memory_too_a_long_prefix_loses_its_end_first() 
     assert admit(tables, 4, tokens(16)).cached_tokens == 8
 
 
-def test_rule_tail_first_what_was_loaded_loses_its_end_first_as_well() -> None:
+def test_rule_tail_first_loaded_prefix_loses_its_end_first() -> None:
     """Its two blocks stay on the device, and what is saved meanwhile takes the slot of one of them."""
     tables = make_tables(6, host_blocks=4)
     serve(tables, 1, tokens(8))
@@ -208,7 +208,7 @@ def test_rule_tail_first_what_was_loaded_loses_its_end_first_as_well() -> None:
     assert (first in tables.host, second in tables.host) == (True, False)
 
 
-def test_rule_tail_first_what_was_evicted_again_is_lost_after_what_was_evicted_before() -> None:
+def test_rule_tail_first_later_evicted_blocks_are_lost_later() -> None:
     tables = make_tables(3, host_blocks=3)
     serve(tables, 1, tokens(4))
     serve(tables, 2, tokens(12, 50))
@@ -238,7 +238,7 @@ def test_rule_resume_as_prefill_a_preempted_request_computes_again_only_its_bloc
     [HostTier(0, 1.0, 100.0), HostTier(8, 4.0, 1.0), HostTier(8, 9.0, 1.0), HostTier(8)],
     ids=["no memory", "as slow as computing", "slower", "nothing measured"],
 )
-def test_where_moving_does_not_pay_nothing_is_moved(host: HostTier) -> None:
+def test_unprofitable_host_tier_moves_nothing(host: HostTier) -> None:
     tables = BlockTables(BlockPool(3), BLOCK_SIZE, 0.0, host)
     serve(tables, 1, tokens(8))
     serve(tables, 2, tokens(8, 50))
@@ -247,7 +247,7 @@ def test_where_moving_does_not_pay_nothing_is_moved(host: HostTier) -> None:
     assert tables.host.total == 0
 
 
-def test_the_check_of_host_memory_finds_what_is_wrong() -> None:
+def test_check_of_host_memory_finds_planted_errors() -> None:
     host = HostSlots(2)
     assert host.keep(b"a") == 0
     pinned = host.pin([b"a"])

@@ -120,7 +120,7 @@ def test_pieces_joined_equal_one_decode(stream: tuple[str, list[int]]) -> None:
 
 @settings(deadline=None)
 @given(streams(), st.data())
-def test_how_tokens_are_grouped_changes_nothing(stream: tuple[str, list[int]], data: st.DataObject) -> None:
+def test_grouping_of_tokens_changes_nothing(stream: tuple[str, list[int]], data: st.DataObject) -> None:
     name, token_ids = stream
     decoder = DECODERS[name]
     cut = data.draw(st.integers(0, len(token_ids)))
@@ -131,7 +131,7 @@ def test_how_tokens_are_grouped_changes_nothing(stream: tuple[str, list[int]], d
 
 @settings(deadline=None)
 @given(streams())
-def test_what_was_given_is_always_a_prefix(stream: tuple[str, list[int]]) -> None:
+def test_given_text_is_always_a_prefix(stream: tuple[str, list[int]]) -> None:
     name, token_ids = stream
     whole = DECODERS[name](token_ids)
     given_text = ""
@@ -159,7 +159,7 @@ def test_half_a_character_at_the_end_comes_out_as_a_replacement() -> None:
     assert pieces_of(BYTE_LEVEL, letters("a🦀".encode()[:-1])) == ["a", "", "", "", "\ufffd"]
 
 
-def test_bytes_that_are_no_text_still_stream() -> None:
+def test_invalid_utf_8_still_streams() -> None:
     assert pieces_of(BYTE_LEVEL, letters(b"\x80" * 200)) == ["", *["\ufffd"] * 200]
     assert pieces_of(BYTE_LEVEL, letters(b"\x80a\xf0\xf0a")) == ["", "\ufffda", "", "\ufffd", "\ufffda", ""]
 
@@ -256,7 +256,7 @@ def test_stops_do_not_depend_on_the_pieces(pieces: list[str], stops: list[str]) 
 
 @settings(deadline=None)
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3))
-def test_no_more_is_held_back_than_may_be_a_stop(text: str, stops: list[str]) -> None:
+def test_only_possible_stop_prefixes_are_held_back(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     shown = "".join(matcher.feed(character) for character in text if not matcher.matched)
     if not matcher.matched:
@@ -277,13 +277,13 @@ def test_no_more_is_held_back_than_may_be_a_stop(text: str, stops: list[str]) ->
         ((), ["anything"], ["anything"]),
     ],
 )
-def test_stop_examples(stops: tuple[str, ...], pieces: list[str], shown: list[str]) -> None:
+def test_stop_string_examples(stops: tuple[str, ...], pieces: list[str], shown: list[str]) -> None:
     matcher = StopMatcher(stops)
     assert [matcher.feed(piece) for piece in pieces] == shown
 
 
 @pytest.mark.model
-def test_the_default_models_text(model_folder: object) -> None:
+def test_default_models_text_streams(model_folder: object) -> None:
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(model_folder)

@@ -109,7 +109,7 @@ async def until_gone(before: set[object]) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
-    for name in ("hold the birth", "hold the load", "hold the steps"):
+    for name in ("hold unpickling", "hold the load", "hold the steps"):
         (tmp_path / name).unlink(missing_ok=True)
 
 
@@ -212,14 +212,14 @@ async def test_process_that_dies_while_loading_is_replaced(folder: Path) -> None
 
 
 async def test_process_that_dies_at_the_start_is_replaced(folder: Path) -> None:
-    (folder / "die at birth").touch()
+    (folder / "die while unpickling").touch()
     (folder / "hold the load").touch()
     engine = Engine.from_parts("stub", lambda config: executors.parts(folder, config), executor="process")
     async with asyncio.timeout(NET_SECONDS):
         starting = asyncio.create_task(engine.start())
         await until(lambda: len(executors.lives(folder)) == 1)
         assert engine.health().restarts == {"executor": 1}, "the first process sent no message"
-        assert not (folder / "die at birth").exists()
+        assert not (folder / "die while unpickling").exists()
         os.kill(executors.lives(folder)[0], signal.SIGKILL)
         await until(lambda: len(executors.lives(folder)) == 2)
         (folder / "hold the load").unlink()
@@ -228,8 +228,10 @@ async def test_process_that_dies_at_the_start_is_replaced(folder: Path) -> None:
         await engine.stop()
 
 
-async def test_silent_process_is_an_error_of_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "hold the birth").touch()
+async def test_silent_process_is_an_error_of_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "hold unpickling").touch()
     async with stub_engine():
         pass
     before = traces()
@@ -270,7 +272,7 @@ async def test_cancelled_reload_leaves_no_hanging_process(
     )
     async with asyncio.timeout(NET_SECONDS), engine:
         served = children()
-        for hold in ("hold the birth", "hold the load"):
+        for hold in ("hold unpickling", "hold the load"):
             other = tmp_path_factory.mktemp("other")
             (other / hold).touch()
             reload = asyncio.create_task(engine.reload(str(other)))
@@ -290,7 +292,7 @@ async def test_model_that_does_not_load_is_an_error_of_the_start(folder: Path) -
             pass
 
 
-@pytest.mark.parametrize("trick", ["exit at birth", "exit while loading"])
+@pytest.mark.parametrize("trick", ["exit while unpickling", "exit while loading"])
 async def test_process_that_dies_at_every_start_is_an_error_of_the_start(folder: Path, trick: str) -> None:
     (folder / trick).touch()
     with pytest.raises(errors.ModelUnavailable, match="status 3"):
@@ -386,7 +388,7 @@ async def test_cancelled_start_leaves_nothing_behind(
 
 
 async def test_stop_ends_a_hanging_start(folder: Path) -> None:
-    (folder / "hold the birth").touch()
+    (folder / "hold unpickling").touch()
     async with stub_engine():
         pass
     before = traces()

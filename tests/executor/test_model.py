@@ -16,8 +16,8 @@ from tiny_models import (
     SHAPE,
     VOCABULARY,
     YARN,
+    CopyingDriver,
     Driver,
-    Mover,
     edit_config,
     greedy_alone,
     options,
@@ -448,7 +448,7 @@ def test_moved_and_forked_rows_give_the_same_output(seed: int, tmp_path: Path) -
         for tensor in (*loaded.pool.keys, *loaded.pool.values):
             tensor[blocks] = 1000.0
 
-    mover = Mover(ModelRunner(loaded), prompts, seed, spoil)
+    mover = CopyingDriver(ModelRunner(loaded), prompts, seed, spoil)
     mover.run(output_tokens=10)
     assert min(mover.moves.values()) > 5
     for index, prompt in enumerate(prompts):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import Recorder, finished
-from tiny_models import NATIVE, Driver, Mover, greedy_alone, options, random_prompts, save
+from tiny_models import NATIVE, CopyingDriver, Driver, greedy_alone, options, random_prompts, save
 
 from cuelight.actors.executor.batch import NOT_FINITE, Batch
 from cuelight.actors.executor.model.loading import load as load_general
@@ -65,7 +65,7 @@ def test_moved_and_forked_rows_give_the_same_output(seed: int, tmp_path: Path) -
     def spoil(blocks: list[int]) -> None:
         runner._pool._device.numbers[blocks] = 1000.0
 
-    mover = Mover(runner, random_prompts(3), seed, spoil)
+    mover = CopyingDriver(runner, random_prompts(3), seed, spoil)
     mover.run(output_tokens=8)
     assert min(mover.moves.values()) > 5
     for index, prompt in enumerate(mover.prompts):
@@ -83,7 +83,7 @@ def test_int8_cache_is_moved_and_forked_with_its_scales(seed: int, tmp_path: Pat
         runner._pool._device.numbers[blocks] = 127
         runner._pool._device.scales[blocks] = np.nan
 
-    mover = Mover(runner, random_prompts(3), seed, spoil)
+    mover = CopyingDriver(runner, random_prompts(3), seed, spoil)
     mover.run(output_tokens=8)
     assert min(mover.moves.values()) > 5
     assert mover.failed == {}

@@ -213,9 +213,7 @@ def test_frequencies_match_the_probabilities(form: ctypes.CDLL, top_k: int, top_
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (50, 1.0), (0, 0.9), (50, 0.9)])
-def test_similar_logits_give_nearly_always_the_same_token(
-    native: ctypes.CDLL, top_k: int, top_p: float
-) -> None:
+def test_similar_logits_give_nearly_always_the_same_token(native: ctypes.CDLL, top_k: int, top_p: float) -> None:
     n, pairs, samples = 49152, 20, 400
     random = np.random.default_rng(6)
     flips = inverse_flips = 0

@@ -1,4 +1,4 @@
-"""Steps of attention over a pool full of what is no number, judged in float64; for every backend of any device."""
+"""Attention steps over a pool filled with NaN, compared with float64; for every backend and device."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from cuelight.actors.executor.model.kv_pool import KVPool
 
 SCALING = 0.3
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Of the largest number expected."""
+"""Allowed error, relative to the largest expected number."""
 
 Rows = tuple[tuple[int, int], ...]
-"""Of each row: tokens in all, and how many of them are computed in the step."""
+"""Context length of each row, and the number of its tokens that the step computes."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One step of one layer. `is_spoilt`: nothing but the rows' own tokens is a number, not even in their blocks."""
+    """One step of one layer. `is_spoilt`: every slot but those of the rows' tokens is NaN, also within their blocks."""
 
     rows: Rows
     kv_heads: int = 2
@@ -52,7 +52,7 @@ class Case:
 
 
 class Paged:
-    """The case's numbers, in blocks scattered over a pool of two layers."""
+    """The numbers of a case, in blocks scattered over a pool of two layers."""
 
     def __init__(self, case: Case, device: torch.device, *, is_token_major: bool) -> None:
         self.case, self.device = case, device
@@ -100,7 +100,7 @@ class Paged:
             begun = [table[(context - count) // size] for (context, count), table in self._begun()]
             stored[layer][:] = torch.nan
             if not self.case.is_spoilt:
-                # Whoever began a block has cleared it, and the null block never held anything.
+                # Blocks are cleared when a row begins them, and the null block is always zero.
                 stored[layer][[0, *begun]] = 0
             for new, (context, count), table in zip(kept[layer], self.case.rows, self.tables, strict=True):
                 before = np.arange(context - count)
@@ -112,12 +112,12 @@ class Paged:
         return [(row, table) for row, table in rows if (row[0] - row[1]) % self.case.block_size]
 
     def new(self, all_of_them: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What the step brings of keys or values."""
+        """Keys or values of the tokens that the step computes."""
         pairs = zip(all_of_them, self.case.rows, strict=True)
         return torch.cat([each[context - count :] for each, (context, count) in pairs])
 
     def expected(self, layer: int) -> torch.Tensor:
-        """In float64, one row and one head at a time."""
+        """Attention output in float64, computed one row and one head at a time."""
         case, out, start = self.case, torch.empty(self.q.shape, dtype=torch.float64), 0
         for (context, count), keys, values in zip(case.rows, self.keys[layer], self.values[layer], strict=True):
             for head in range(case.kv_heads * case.groups):
@@ -134,7 +134,7 @@ class Paged:
 
 
 def check(case: Case, backend: AttentionBackend, device: torch.device) -> None:
-    """Both layers, with queries, keys and values that lie as transformers leaves them: heads before tokens."""
+    """Check both layers, with queries, keys and values in the layout of transformers: heads before tokens."""
     paged = Paged(case, device, is_token_major=backend.is_token_major)
     step = backend.step(paged.pool, paged.batch)
     for layer in range(2):
@@ -171,7 +171,7 @@ SHAPES: dict[str, Case] = {
 
 
 def cases(shapes: dict[str, Case] = SHAPES) -> dict[str, Case]:
-    """Each shape with each mix."""
+    """Every combination of a shape and a mix of rows."""
     return {
         f"{shape}: {mix}": dataclasses.replace(case, rows=rows)
         for shape, case in shapes.items()

@@ -1,4 +1,4 @@
-"""Batches of the executor from row lengths, for the tests of what benchmarks count."""
+"""Executor batches built from row lengths, for the tests of the benchmarks' counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cuelight.messages.request import RequestId, Sampling
 
 
 def batch(*rows: tuple[int, int, list[int]], sampling_rows: int | None = None) -> Batch:
-    """Each row: tokens computed, context length, block table; all rows sample unless it is said how many do."""
+    """A batch of rows given as tokens computed, context length, block table; `sampling_rows` sample, by default all."""
     starts = np.cumsum([0, *(count for count, _, _ in rows)])
     zeros = np.zeros(starts[-1], np.int64)
     made = Batch(0, 1, zeros, zeros, zeros, zeros)

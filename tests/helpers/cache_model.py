@@ -1,4 +1,4 @@
-"""Two models of the cache: one predicts its answers from the rules, one keeps the contents of each block."""
+"""Two models of the cache: one predicts its answers from the rules, the other stores the contents of each block."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from cuelight.messages.scheduler import Grant
 
 Tokens: TypeAlias = tuple[int, ...]
 Prefix: TypeAlias = tuple[bytes, Tokens]
-"""A salt and the tokens from the first on: what a lookup goes by."""
+"""Key of a lookup: a salt and the tokens from the first on."""
 
 
 def common_length(first: Tokens, second: Tokens) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Return the length of the common prefix of two token sequences."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 @dataclass
 class Holding:
-    """What one request holds: its tokens, its blocks, how much is computed; and how often all was forgotten before."""
+    """A request's tokens, its blocks, the number of computed tokens, and the count of earlier calls of `forget`."""
 
     salt: bytes
     token_ids: Tokens
@@ -38,7 +38,7 @@ class Holding:
 
 @dataclass
 class CacheModel:
-    """Whole prefixes for keys, and one list for the free queue."""
+    """Predicts grants, with whole prefixes as keys and one list as the free queue."""
 
     blocks_total: int
     block_size: int
@@ -49,13 +49,13 @@ class CacheModel:
     free: list[int] = field(init=False)
     prefixes: dict[Prefix, int] = field(default_factory=dict)
     host: list[Prefix] = field(default_factory=list)
-    """Least recently used first."""
+    """Prefixes in host memory, least recently used first."""
     holdings: dict[RequestId, Holding] = field(default_factory=dict)
     copied: Counter[CopyKind] = field(default_factory=Counter)
     unread: set[Prefix] = field(default_factory=set)
-    """Saved since the last answer, and not loaded."""
+    """Prefixes saved since the last answer, and not loaded."""
     doubtful: set[Prefix] = field(default_factory=set)
-    """Saved since the last step that is known to be done."""
+    """Prefixes saved since the last step known to be done."""
 
     def __post_init__(self) -> None:
         self.free = list(range(1, self.blocks_total + 1))
@@ -75,7 +75,7 @@ class CacheModel:
         elif slots:
             self.copied[CopyKind.SAVE] += 1
             while len(self.host) >= slots:
-                # What is lost before the copies are made is not copied.
+                # A save whose slot is reused before the copies are made is omitted.
                 self.copied[CopyKind.SAVE] -= self.host[0] in self.unread
                 self.unread.discard(self.host.pop(0))
             self.unread.add(prefix)
@@ -85,12 +85,12 @@ class CacheModel:
         self.host.append(prefix)
 
     def live(self, request: RequestId | None) -> Holding | None:
-        """What this request holds, if others may use it."""
+        """Return the holding of a request, if others may use its blocks."""
         holding = None if request is None else self.holdings.get(request)
         return holding if holding is not None and holding.generation == self.generation else None
 
     def lookup(self, admission: Admission) -> list[int | None]:
-        """The prefix blocks found; None for one in host memory."""
+        """Return the prefix blocks found; None for each block in host memory."""
         hits: list[int | None] = []
         for end in range(self.block_size, len(admission.token_ids), self.block_size):
             prefix = admission.salt, admission.token_ids[:end]
@@ -124,7 +124,7 @@ class CacheModel:
         return Grant(request, tuple(blocks), cached + shared, count * self.block_size)
 
     def shared_with(self, leader: Holding | None, admission: Admission, start: int) -> int:
-        """Tokens of the block at `start` that the other sample has computed."""
+        """Return the number of tokens of the block at `start` that the other sample has computed."""
         if leader is None or leader.salt != admission.salt:
             return 0
         alike = common_length(leader.token_ids, admission.token_ids)
@@ -140,7 +140,7 @@ class CacheModel:
         return Grant(request, tuple(taken), 0, len(blocks) * self.block_size)
 
     def fill(self, request: RequestId, computed: int, new: Tokens) -> None:
-        """Offer the blocks that became full to the index."""
+        """Index the blocks that became full."""
         holding = self.holdings[request]
         holding.token_ids += new
         first, holding.computed = holding.computed // self.block_size, computed
@@ -163,7 +163,7 @@ class CacheModel:
                 self.free.insert(len(self.free) if block in self.prefixes.values() else 0, block)
 
     def lose(self) -> None:
-        """All blocks are lost, and what is certain is in host memory."""
+        """Drop all blocks of the pool, and the uncertain ones of host memory."""
         self.free = list(range(1, self.blocks_total + 1))
         self.prefixes.clear()
         self.holdings.clear()
@@ -172,7 +172,7 @@ class CacheModel:
         self.evictions = 0
 
     def forget(self) -> None:
-        """Cached blocks become spare ones, longest free first."""
+        """Turn cached blocks into unindexed ones, longest free first."""
         cached = [block for block in self.free if block in self.prefixes.values()]
         self.free = cached + [block for block in self.free if block not in cached]
         self.prefixes.clear()
@@ -181,19 +181,19 @@ class CacheModel:
 
 
 class SlotContents:
-    """The K/V of the pool and of host memory: each token's slot holds what it was computed from."""
+    """Contents of the pool and of host memory: each slot holds the tokens that its K/V was computed from."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.pool: dict[int, list[object]] = {}
         self.host: dict[int, list[object]] = {}
         self.pending: list[BlockCopies] = []
-        """Copies that the next step makes first."""
+        """Copies that the next step makes before its computation."""
 
     def compute(self, holding: Holding, end: int) -> list[int]:
-        """Write the K/V of tokens `holding.computed` to `end`, and more that will never count; the blocks written to.
+        """Write the K/V of tokens `holding.computed` to `end`, and of further ones that never count; return the blocks.
 
-        The latter is what a step in flight does to a request that ends or fails meanwhile.
+        A step in flight writes such further tokens for a request that ends or fails meanwhile.
         """
         written = []
         for position in range(holding.computed, min(end + 2, len(holding.blocks) * self.block_size)):
@@ -208,13 +208,13 @@ class SlotContents:
         return holding.generation, *holding.prefix(position + 1)
 
     def step(self) -> None:
-        """What was to be copied first has been."""
+        """Make the pending copies."""
         for copies in self.pending:
             self.copy(copies)
         self.pending.clear()
 
     def copy(self, copies: BlockCopies) -> None:
-        """In reverse: the copies of one message may be made in any order."""
+        """Make copies in reverse: the order within one batch is free."""
         read = self.host if copies.copying is CopyKind.LOAD else self.pool
         written = self.host if copies.copying is CopyKind.SAVE else self.pool
         assert len(set(copies.targets)) == len(copies.targets) == len(copies.sources)
@@ -223,7 +223,7 @@ class SlotContents:
             written[target] = list(read[source])
 
     def holds(self, holding: Holding) -> bool:
-        """Whether its blocks, in order, hold the K/V of exactly its computed tokens."""
+        """Whether the blocks of a holding, in order, contain the K/V of exactly its computed tokens."""
         return all(
             self.pool[holding.blocks[position // self.block_size]][position % self.block_size]
             == self.value(holding, position)

@@ -1,4 +1,4 @@
-"""What several of the cache manager's tests need: tables that are checked after each change, and copies in short."""
+"""Shared by the cache manager's tests: block tables checked after each change, and short forms of copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_tables(blocks_total: int, host_blocks: int = 0) -> BlockTables:
 
 
 def tokens(count: int, first: int = 0) -> tuple[int, ...]:
-    """A prompt that shares no prefix with one of another `first`."""
+    """Return a prompt that shares no prefix with prompts of another `first`."""
     return tuple(range(first, first + count))
 
 
@@ -45,7 +45,7 @@ def release(tables: BlockTables, request: int, computed: int, new: tuple[int, ..
 
 
 def serve(tables: BlockTables, request: int, token_ids: tuple[int, ...], salt: bytes = b"") -> Grant:
-    """Admit, compute everything, release."""
+    """Admit a request, compute all its tokens, and release it."""
     grant = admit(tables, request, token_ids, salt)
     release(tables, request, len(token_ids))
     return grant

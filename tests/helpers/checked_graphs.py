@@ -1,6 +1,6 @@
-"""Graphs without a device that has them: the work is done at each replay, and must be what was captured.
+"""Checked graphs without CUDA: each replay runs the work, which must equal the captured work.
 
-So all that leads to a graph, and all that a graph relies on, is tried where there is no CUDA.
+Tests cover the code around a graph, and the assumptions of a graph, on machines without CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WAITING = ("item", "_local_scalar_dense", "nonzero", "masked_select", "_unique2"
 
 
 def waits(function: Any, args: Sequence[Any]) -> bool:
-    """Whether the host has to know what comes out, be it only its shape, so that on CUDA it waits."""
+    """Whether the host needs the result of an operation, or its shape, and so waits for a CUDA device."""
     by_mask = (
         isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
         for index in (args[1] if function.overloadpacket.__name__ in ("index", "index_put", "index_put_") else ())
@@ -33,7 +33,7 @@ _tracing: ContextVar[_Trace | None] = ContextVar("cuelight_trace", default=None)
 
 @contextmanager
 def launching(kernel: str, *arguments: object) -> Iterator[None]:
-    """Within, whatever is done counts as one launch of a kernel: what it reads from its tensors is its own affair."""
+    """Count the operations within as one kernel launch; reads within the kernel are not checked."""
     trace = _tracing.get()
     if trace is not None:
         trace.add(f"{kernel}({', '.join(map(trace.described, arguments))})")
@@ -45,21 +45,21 @@ class CheckedGraphs:
     """Capture in plain torch."""
 
     def capture(self, work: Callable[[], None], memory: Mapping[str, torch.Tensor]) -> Graph:
-        """As `Capture.capture`. Raises AssertionError if the work touches memory that is not in `memory`."""
+        """Capture `work` as `Capture.capture` does. Raises AssertionError if it uses memory outside `memory`."""
         return CheckedGraph(work, memory)
 
 
 class CheckedGraph:
-    """Remembers every operation: what it is, its numbers, the shapes of its tensors, and where those lie that the work
-    did not make itself. A CUDA graph would replay just these."""
+    """Record of every operation: its name, numbers, tensor shapes, and the addresses of tensors that the work
+    did not create. A CUDA graph would replay exactly these."""
 
     def __init__(self, work: Callable[[], None], memory: Mapping[str, torch.Tensor]) -> None:
-        # Kept, so that nothing else can come to lie there.
+        # Keep the tensors, so that no other tensor gets their addresses.
         self._memory = {tensor.untyped_storage().data_ptr(): (name, tensor) for name, tensor in memory.items()}
         self._operations = self._traced(work, None)
 
     def replay(self, work: Callable[[], None]) -> None:
-        """As `Graph.replay`. Raises AssertionError if a graph would have done something else."""
+        """Run `work` as `Graph.replay` does. Raises AssertionError if a graph would replay other operations."""
         operations = self._traced(work, self._operations)
         assert len(operations) == len(self._operations), "a graph has as many operations as it was captured with"
 
@@ -80,7 +80,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.operations: list[str] = []
         self._expected = expected
         self._names = dict(names)
-        self._made: list[torch.Tensor] = []  # kept, so that each has an address of its own
+        self._made: list[torch.Tensor] = []  # keeps each address unique
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -97,23 +97,23 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         return result
 
     def add(self, operation: str) -> None:
-        """What is about to be done. Raises AssertionError if it is not what is expected."""
+        """Record an operation. Raises AssertionError if the captured work has another one at this point."""
         if self._expected is not None:
             captured = self._expected[len(self.operations)] if len(self.operations) < len(self._expected) else "nothing"
             assert operation == captured, f"a graph has {captured} baked in, and this step is {operation}"
         self.operations.append(operation)
 
     def described(self, argument: object) -> str:
-        """What of an argument a graph has baked in."""
+        """Describe the parts of an argument that a graph bakes in."""
         if not isinstance(argument, torch.Tensor):
             return repr(argument)
-        if argument.layout is not torch.strided:  # a weight in a library's own layout; it shows no address
+        if argument.layout is not torch.strided:  # a weight in a library's own layout, without an address
             return f"weight {id(argument)}"
         address = argument.untyped_storage().data_ptr()
         if address not in self._names and argument.dim() == 0:
             return f"number {argument.item()}"
         assert address in self._names or argument.numel() == 0, (
-            "a graph reads no memory that may be another's next time"
+            "a graph must not read memory that may be reallocated before the replay"
         )
         where = self._names.get(address, "nothing")
         return f"{where}+{argument.storage_offset()}{list(argument.shape)}{list(argument.stride())}{argument.dtype}"

@@ -1,7 +1,7 @@
-"""Streams that are nobody's: work is done in any order that the events allow, and every access to memory is watched.
+"""Simulated device streams: work runs in any order that the events allow, and every memory access is checked.
 
-Two accesses of which one writes must be ordered by a stream, an event or a wait of the host: else some device does them
-the other way round, some day. Clocks are vectors, one number for each stream and one for the host.
+Two accesses of which one writes must be ordered by a stream, an event or a wait of the host; otherwise a device may
+swap them. Clocks are vectors, with one number for each stream and one for the host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Clock = Counter[str]
 
 @dataclass
 class _Accesses:
-    """Of one piece of memory: the last write, and each one's last read since then."""
+    """Last write to one piece of memory, and the last read by each actor since then."""
 
     written: tuple[str, int] = (HOST, 0)
     read: dict[str, int] = field(default_factory=dict)
@@ -87,16 +87,16 @@ class CheckedStream:
                 with self._checked.acting(self.name):
                     work()
             except AssertionError:
-                raise  # a rule was broken, or the test's own check failed
+                raise  # an ordering rule or the test's own check failed
             except Exception as error:
                 self._error = self._error or error
 
 
 class Checked(TorchDispatchMode):
-    """Streams to enter: within, torch's operations are watched.
+    """Context manager with streams, which checks torch's operations within.
 
-    `known`: memory that the device has from the start. With it, a stream's work touches that, what it was sent, what it
-    made, and nothing else: all else would have to come from the host, which would wait for it.
+    `known`: memory on the device from the start. With it, a stream's work may only touch that, memory sent to it, and
+    memory that it allocated: other data would have to come from the host, which would wait for it.
     """
 
     def __init__(self, seed: int, known: Iterable[torch.Tensor] | None = None) -> None:
@@ -108,33 +108,33 @@ class Checked(TorchDispatchMode):
         self._actor = HOST
         self._may_wait = False
         self._accesses: dict[int, _Accesses] = {}
-        self._kept: list[torch.Tensor] = []  # so that no two pieces of memory share an address
+        self._kept: list[torch.Tensor] = []  # keeps each address unique
         self._is_strict = known is not None
         for tensor in known or ():
             self._made(tensor)
 
     def tick(self) -> Clock:
-        """The host gives work: what it did before happened before."""
+        """Advance the host's clock and return it as of the work enqueued now."""
         clock = Clock(self.clocks[HOST])
         self.clocks[HOST][HOST] += 1
         return clock
 
     def advance(self) -> bool:
-        """Let one stream do one thing; False if none can."""
+        """Run one operation of one stream; return False if none can run."""
         ready = [stream for stream in self._ways.values() if stream.can_go_on()]
         if ready:
             self._chance.choice(ready).go_on()
         return bool(ready)
 
     def wait(self, event: CheckedEvent) -> None:
-        assert self._may_wait, "nothing on the host waits for the device but who reads the tokens"
+        assert self._may_wait, "the host waits for the device only to read tokens"
         while event.clock is None:
-            assert self.advance(), "somebody waits for what never comes"
+            assert self.advance(), "the host waits for an event that is never recorded"
         self.clocks[HOST] |= event.clock
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within, the host may wait."""
+        """Allow the host to wait within."""
         self._may_wait = True
         try:
             yield
@@ -150,7 +150,7 @@ class Checked(TorchDispatchMode):
             self._actor = before
 
     def touch(self, tensor: torch.Tensor, *, writes: bool) -> None:
-        """Whoever acts now reads or writes this memory."""
+        """Record and check a read or write of this memory by the current actor."""
         if tensor.layout is not torch.strided or tensor.numel() == 0:
             return
         address = tensor.untyped_storage().data_ptr()
@@ -188,7 +188,7 @@ class Checked(TorchDispatchMode):
         for argument, value in given:
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tree_flatten(value)[0]:
-                # To look at a part is not to read it, nor is to make another of the same shape.
+                # Creating a view, or an empty tensor of the same shape, reads nothing.
                 if isinstance(tensor, torch.Tensor) and not views:
                     self.touch(tensor, writes=writes)
         result = function(*args, **kwargs)
@@ -199,7 +199,7 @@ class Checked(TorchDispatchMode):
 
 
 def watch_staging(monkeypatch: pytest.MonkeyPatch, checked: Checked) -> None:
-    """The host's own accesses, which are none of torch's operations."""
+    """Check the host's own accesses, which are not torch operations."""
     fill, fetched = Staging.fill, Staging.fetched
 
     def filled(staging: Staging, arrays: Mapping[str, Numbers], result_count: int) -> None:

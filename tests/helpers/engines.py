@@ -1,4 +1,4 @@
-"""What tests of whole engines share: a device that waits for permits, and what the stub must give."""
+"""Shared by tests of whole engines: a device that waits for permits, and the stub's expected output."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cuelight.config import EngineOptions
 from cuelight.testing import encode, next_letter, stub_engine
 
 NET_SECONDS = 120.0
-"""A safety net around everything that waits; no test measures by it."""
+"""Timeout for every wait; no test measures it."""
 
 NextToken = Callable[[Sequence[int]], int]
 
 
 class Gate:
-    """Holds the device's thread before each token until told how many may pass."""
+    """Blocks the device's thread before each token until tokens are allowed."""
 
     def __init__(self, next_token: NextToken = next_letter) -> None:
         self._next_token = next_token
@@ -43,7 +43,7 @@ class Gate:
 
 @asynccontextmanager
 async def gated(**options: Unpack[EngineOptions]) -> AsyncIterator[tuple[Engine, Gate]]:
-    """A stub engine whose device waits for permits, and the gate."""
+    """Yield a stub engine whose device waits at a gate, and the gate."""
     gate = Gate()
     async with asyncio.timeout(NET_SECONDS), stub_engine(next_token=gate.next_token, **options) as engine:
         try:
@@ -54,7 +54,7 @@ async def gated(**options: Unpack[EngineOptions]) -> AsyncIterator[tuple[Engine,
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(NET_SECONDS):
-        while not condition():  # noqa: ASYNC110  # what it waits for is any state, not an event
+        while not condition():  # noqa: ASYNC110  # the condition is any state, not an event
             await asyncio.sleep(0)
 
 
@@ -64,7 +64,7 @@ def at_rest(engine: Engine) -> bool:
 
 
 def expected_tokens(prompt: object, count: int, next_token: NextToken = next_letter) -> tuple[int, ...]:
-    """What the stub gives for a prompt alone."""
+    """Return the stub's output tokens for a lone request."""
     tokens = list(encode(prompt))
     start = len(tokens)
     for _ in range(count):
@@ -73,7 +73,7 @@ def expected_tokens(prompt: object, count: int, next_token: NextToken = next_let
 
 
 async def read(stream: Stream, count: int) -> list[int]:
-    """At least the next `count` output tokens; the stream stays open."""
+    """Read at least the next `count` output tokens, and leave the stream open."""
     tokens: list[int] = []
     while len(tokens) < count:
         tokens.extend((await anext(stream)).token_ids)
@@ -81,5 +81,5 @@ async def read(stream: Stream, count: int) -> list[int]:
 
 
 def next_capital(token_ids: Sequence[int]) -> int:
-    """The other model speaks in capitals, and has no spaces."""
+    """Return the next token of the other stub model, which generates capitals without spaces."""
     return ord(chr(next_letter(token_ids)).upper().replace(" ", "_"))

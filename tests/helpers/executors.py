@@ -1,6 +1,6 @@
 """Executors without weights for tests that place them in a process: a module that the process imports.
 
-What they do besides is told them through files in a folder, which outlives them.
+Tests control them through files in a folder, which outlives the process.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.002
 
 
-class Cradle(type(Path())):  # type: ignore[misc]  # a path of this system's kind
-    """A folder that is heeded even before the executor's first word, when its process learns of it."""
+class WatchedFolder(type(Path())):  # type: ignore[misc]  # a path of this system's kind
+    """A folder whose files take effect when the executor's process unpickles it, before its first message."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return born, (str(self),)
+        return unpickled, (str(self),)
 
 
-def born(path: str) -> Path:
-    """In the process, which lives and has not said so."""
+def unpickled(path: str) -> Path:
+    """Return the folder in the process, before the process has sent its first message."""
     folder = Path(path)
-    _wait_while(folder / "hold the birth")
-    if (folder / "exit at birth").exists():
+    _wait_while(folder / "hold unpickling")
+    if (folder / "exit while unpickling").exists():
         os._exit(3)
-    if _take(folder / "die at birth"):
+    if _take(folder / "die while unpickling"):
         os.kill(os.getpid(), signal.SIGKILL)
     return folder
 
 
 def parts(folder: Path, config: EngineConfig) -> EngineParts[object]:
-    """A stub whose device heeds the folder."""
-    from cuelight.core.parts import EngineParts  # which the process has no need of
+    """Parts of a stub engine whose device is controlled by the folder."""
+    from cuelight.core.parts import EngineParts  # not needed in the process
     from cuelight.testing import stub_parts
 
     stub = stub_parts(config)
-    return EngineParts(stub.facts, stub.encoder, stub.decode, partial(load, Cradle(folder), config.block_size))
+    return EngineParts(stub.facts, stub.encoder, stub.decode, partial(load, WatchedFolder(folder), config.block_size))
 
 
 class Ticks:
-    """A clock by which all takes as long: to move a block of 16 tokens is then faster than to compute them."""
+    """A clock by which all work takes equally long, so that moving a block of 16 tokens beats recomputing them."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -63,7 +63,7 @@ class Ticks:
 
 
 def of_model(folder: Path, config: EngineConfig) -> EngineParts[object]:
-    """A model's real executor, for prompts of token ids."""
+    """Parts with a model's real executor, for prompts of token ids."""
     from cuelight.actors.executor.build import load_model
     from cuelight.core.parts import EngineParts, lasting_memory, load_options
     from cuelight.models.folder import read_facts
@@ -75,7 +75,7 @@ def of_model(folder: Path, config: EngineConfig) -> EngineParts[object]:
 
 
 def load(folder: Path, block_size: int) -> StubDevice:
-    """Says that it lives; then does what a file's name says, while the file is there."""
+    """Append the process id to `lives`, act on the files present, and return a stub device."""
     with (folder / "lives").open("a") as lives:
         lives.write(f"{os.getpid()}\n")
     with current_phases(time.monotonic)("read weights"):
@@ -88,7 +88,7 @@ def load(folder: Path, block_size: int) -> StubDevice:
 
 
 def token(folder: Path, token_ids: Sequence[int]) -> int:
-    """As the stub's own, and as deadly as the prompt wants: then it lives for ten tokens of all."""
+    """Return the stub's next token; after ten tokens, act on the prompt's first token and on the files present."""
     if len(token_ids) > 10:
         if token_ids[0] == ord("!"):
             os.abort()
@@ -108,7 +108,7 @@ def token(folder: Path, token_ids: Sequence[int]) -> int:
 
 
 def lives(folder: Path) -> list[int]:
-    """The processes that have begun to load, oldest first."""
+    """Ids of the processes that have begun to load, oldest first."""
     file = folder / "lives"
     return [int(line) for line in file.read_text().split()] if file.exists() else []
 

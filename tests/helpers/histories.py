@@ -1,7 +1,7 @@
-"""A cast that passes numbered messages around, and a ledger that knows which of them may be missing, and why.
+"""Actors that forward numbered messages, and a ledger of the messages that may be missing, and why.
 
-The ledger hears from the actors what they tell and handle, and from the tap what the driver says it does. It knows
-nothing of mailboxes.
+The actors report to the ledger the messages that they send and handle; the tap reports the driver's events. The
+ledger has no access to mailboxes.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ class Note(msgspec.Struct, frozen=True, tag=True):
 
 
 class Urgent(Note, frozen=True, tag=True):
-    """One that overtakes."""
+    """An urgent message."""
 
 
 class Own(msgspec.Struct, frozen=True, tag=True):
-    """From a worker or timer of an actor's `life`."""
+    """A message from a worker or timer of an actor's `life`."""
 
     life: int
     hops: int
-    names: frozenset[str] = frozenset(NAMES)  # in another order in each interpreter
+    names: frozenset[str] = frozenset(NAMES)  # its order differs between interpreters
 
 
 Messages: TypeAlias = Note | Urgent | Own | Terminated
 Edge: TypeAlias = tuple[str, str, bool]
-"""Sender, receiver, and whether in the urgent lane."""
+"""Sender, receiver, and whether the lane is the urgent one."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class _Life:
 
 
 class Ledger:
-    """What was told, posted, delivered and handled. Raises AssertionError where the promise is broken."""
+    """Messages sent, posted, delivered and handled. Raises AssertionError where a delivery promise is broken."""
 
     def __init__(self) -> None:
         self.told: Counter[Edge] = Counter()
@@ -102,13 +102,13 @@ class Ledger:
         self.watched: dict[str, dict[str, Ref[Messages]]] = defaultdict(dict)
         self.ends_to_hear: dict[tuple[str, str], deque[int]] = defaultdict(deque)
         self.kills: dict[Edge, list[tuple[int, int]]] = defaultdict(list)
-        """The first number that a killed life told, and the first of the next life. The last of them may be lost."""
+        """First number sent by a killed life, and first of the next life. The last ones of the range may be lost."""
         self.refused = 0
         self.lost = 0
         self.lost_under_way: Counter[Edge] = Counter()
 
     def tell(self, sender: str, ref: Ref[Messages], kind: type[Note], hops: int) -> None:
-        """Tell the next message of its edge. One that is refused was never told."""
+        """Send the next message of its edge. A refused message does not count as sent."""
         edge = (sender, ref.name, kind is Urgent)
         is_too_late = ref.is_stopped
         try:
@@ -123,12 +123,12 @@ class Ledger:
         self.lives[actor].handled.append(message)
 
     def post(self, actor: str, life: int) -> None:
-        """A worker of this life has something for its actor."""
+        """Count a message that a worker of this life posts to its actor."""
         if actor in self.lives and self.lives[actor].number == life:
             self.posted[actor] += 1
 
     def see(self, event: Event) -> None:
-        """The tap."""
+        """Record an event of the tap."""
         match event:
             case Delivered():
                 self._deliver(event)
@@ -163,10 +163,10 @@ class Ledger:
             assert self.arrived[watched, actor, False] == before, f"{actor} hears of the end of {watched} out of turn"
         else:
             assert isinstance(message, Own) and event.sender == OWN
-            assert message.life == self.lives[actor].number, f"{actor} hears from an earlier life of its own"
+            assert message.life == self.lives[actor].number, f"{actor} receives a message of its earlier life"
 
     def _pass_over(self, edge: Edge, number: int) -> None:
-        """What may have been lost with its sender's process, if that explains why this number is next."""
+        """Count messages as lost with their sender's process, if that explains that `number` is next."""
         for first, end in self.kills[edge]:
             if first <= self.arrived[edge] < end <= number:
                 self.lost_under_way[edge] += end - self.arrived[edge]
@@ -180,7 +180,9 @@ class Ledger:
         self.ended_at[actor, life.number] = event.seconds
         self.last_end[actor] = event
         lost = len(life.delivered) - len(life.handled)
-        assert all(a is b for a, b in zip(life.delivered, life.handled, strict=False)), f"{actor} handles what it likes"
+        assert all(a is b for a, b in zip(life.delivered, life.handled, strict=False)), (
+            f"{actor} handles other messages than were delivered"
+        )
         is_kill_of_process = event.cause is ExitCause.KILLED and isinstance(dict(CAST)[actor], InProcess)
         is_death = event.cause is ExitCause.SIGNALED or is_kill_of_process
         allowed = WINDOW if is_death else 1 if event.cause is ExitCause.CRASHED else 0
@@ -196,7 +198,7 @@ class Ledger:
                 self.ends_to_hear[actor, watcher].append(self.told[actor, watcher, False])
 
     def balance(self, simulation: Simulation, roles: dict[str, Role[Messages]], drained: Collection[str]) -> None:
-        """At rest: every message is accounted for. Those `drained` lived when they were to stop in order."""
+        """Check that every message is accounted for. `drained` actors were alive at the orderly stop."""
         for actor, life, due in self.timers:
             self.posted[actor] += self.ended_at.get((actor, life), due) >= due
         for name, figures in simulation.statistics().items():
@@ -210,12 +212,12 @@ class Ledger:
                 self._pass_over(edge, self.told[edge])
             missing = told - sum(self.arrived[edge] for edge in edges)
             is_stopped = simulation.find(roles[name]).is_stopped
-            assert is_stopped or name in self.lives, f"{name} has neither a life nor come to its end"
+            assert is_stopped or name in self.lives, f"{name} has neither a life nor ended"
             if not is_stopped or (name in drained and self.last_end[name].cause is ExitCause.STOPPED):
-                assert not missing, f"{missing} messages to {name} have never come"
+                assert not missing, f"{missing} messages to {name} were never delivered"
                 unheard = sum(len(ends) for (_, who), ends in self.ends_to_hear.items() if who == name)
-                assert not unheard, f"{unheard} ends have never come to the ears of {name}"
-                lost_at_least = lost_at_most  # since nothing was dropped, the last ones must have been lost under way
+                assert not unheard, f"{unheard} ends were never delivered to {name}"
+                lost_at_least = lost_at_most  # nothing was dropped, so the last ones were lost under way
             assert figures.delivered == self.delivered[name], f"{name} counts {figures.delivered} deliveries"
             accepted = told + self.told_too_late[name] + self.posted[name]
             accounted = figures.delivered + figures.dropped + figures.length
@@ -224,8 +226,8 @@ class Ledger:
             )
 
 
-class Passer(Actor[Messages]):
-    """Passes messages on to others that it draws, at once, after a job, or after a while."""
+class ForwardingActor(Actor[Messages]):
+    """Forwards messages to random others, at once, after a worker's job, or after a delay."""
 
     def __init__(self, name: str, ledger: Ledger, roles: dict[str, Role[Messages]], context: Context[Messages]) -> None:
         self.name = name
@@ -268,7 +270,7 @@ class Passer(Actor[Messages]):
         return Own(self._life, hops)
 
 
-def drawn_fate(chance: random.Random) -> RestartPolicy:
+def drawn_policy(chance: random.Random) -> RestartPolicy:
     backoff = chance.choice((0.0, 0.01, 0.5))
     return RestartPolicy(
         restarts_max=chance.choice((2, 100, 100, 100)),
@@ -288,14 +290,14 @@ def drawn_faults(chance: random.Random) -> Faults:
 
 
 def run_history(seed: int, *, record: bool = False) -> tuple[Simulation, Ledger]:
-    """One history, drawn from the seed and checked."""
+    """Run and check the history of a seed."""
     chance = random.Random(f"history {seed}")
     ledger = Ledger()
     roles: dict[str, Role[Messages]] = {
         name: Role(name, Messages, capacity=chance.choice((8, 100)), urgent=(Urgent,)) for name in NAMES
     }
     parts = [
-        ActorSpec(roles[name], partial(Passer, name, ledger, roles), drawn_fate(chance), placement)
+        ActorSpec(roles[name], partial(ForwardingActor, name, ledger, roles), drawn_policy(chance), placement)
         for name, placement in CAST
     ]
     simulation = Simulation(parts, seed, tap=ledger.see, faults=drawn_faults(chance), record=record)
@@ -303,7 +305,7 @@ def run_history(seed: int, *, record: bool = False) -> tuple[Simulation, Ledger]
         ref = simulation.find(roles[chance.choice(SOURCES)])
         kind = Urgent if chance.random() < 0.2 else Note
         simulation.at(chance.choice((0.0, chance.random(), 3.0)), partial(ledger.tell, "", ref, kind, HOPS))
-    if chance.random() < 0.2:  # more than may be handed over at once
+    if chance.random() < 0.2:  # more than a window
         for _ in range(2 * WINDOW):
             simulation.at(1.0, partial(ledger.tell, "", simulation.find(roles["store"]), Note, 0))
     for _ in range(chance.choice((0, 0, 1, 5))):
@@ -319,5 +321,5 @@ def run_history(seed: int, *, record: bool = False) -> tuple[Simulation, Ledger]
     ledger.balance(simulation, roles, drained if simulation.failure is None else ())
     if simulation.failure is not None:
         is_planned = isinstance(simulation.failure.__cause__, SimulatedCrash) or "as drawn" in str(simulation.failure)
-        assert is_planned, f"nobody planned {simulation.failure}"
+        assert is_planned, f"no fault planned {simulation.failure}"
     return simulation, ledger

@@ -1,4 +1,4 @@
-"""A process in which Triton interprets its kernels: that is decided where Triton is imported, once."""
+"""A process in which Triton interprets its kernels; the mode is fixed when Triton is imported."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ R = TypeVar("R")
 
 def _choose() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
-    os.environ["OMP_NUM_THREADS"] = "1"  # torch's, which take longer to start than these sizes take
+    os.environ["OMP_NUM_THREADS"] = "1"  # starting torch's threads takes longer than these sizes
 
 
 class TritonProcess:
-    """Functions of modules that can be imported run there, one at a time, and raise here what they raise there."""
+    """Runs importable functions in the process, one at a time, and raises their errors here."""
 
     def __init__(self, pool: ProcessPoolExecutor) -> None:
         self._pool = pool
@@ -30,7 +30,7 @@ class TritonProcess:
 
 @contextmanager
 def triton_process() -> Iterator[TritonProcess]:
-    """This module imports no torch, which might import Triton before the choice is made."""
+    """Yield the process. This module does not import torch, which might import Triton before the mode is set."""
     spawn = get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=_choose) as pool:
         yield TritonProcess(pool)

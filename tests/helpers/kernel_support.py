@@ -1,4 +1,4 @@
-"""What the kernel's tests share: both event loops, a clock that the test moves, and actors that write a diary."""
+"""Shared by the kernel's tests: both event loops, a clock that the test advances, and actors that log."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cuelight.kernel import (
 )
 
 NET_SECONDS = 30
-"""A safety net: no test waits for it."""
+"""Timeout of a test; no test waits for it."""
 
 
 def on_each_loop(test: Callable[..., Coroutine[object, object, None]]) -> Callable[..., None]:
@@ -46,7 +46,7 @@ def on_each_loop(test: Callable[..., Coroutine[object, object, None]]) -> Callab
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(bounded())
         for thread in set(threading.enumerate()) - threads:
-            thread.join(NET_SECONDS)  # where an actor lived on it, it may be at its very end
+            thread.join(NET_SECONDS)  # the thread of an actor may still be ending
             assert not thread.is_alive()
 
     parameter = inspect.Parameter("loop_factory", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -58,19 +58,19 @@ def on_each_loop(test: Callable[..., Coroutine[object, object, None]]) -> Callab
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop turn until the condition holds; the net of `on_each_loop` is below."""
-    while not condition():  # noqa: ASYNC110  # what it waits for is any state, not an event
+    """Run turns of the loop until the condition holds; `on_each_loop` has the timeout."""
+    while not condition():  # noqa: ASYNC110  # the condition is any state, not an event
         await asyncio.sleep(0)
 
 
 async def settle() -> None:
-    """Let everything happen that can happen without a thread or a timer: nothing here takes so many turns."""
+    """Run 50 turns of the loop: enough for everything that needs no thread and no timer."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
 class ManualTimer:
-    """A callback that is due at some moment of a manual clock."""
+    """A callback due at some time of a manual clock."""
 
     def __init__(self, callback: Callable[[], object]) -> None:
         self.callback: Callable[[], object] | None = callback
@@ -80,7 +80,7 @@ class ManualTimer:
 
 
 class ManualClock:
-    """Time that passes only when the test says so."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -96,7 +96,7 @@ class ManualClock:
         return timer
 
     def advance(self, seconds: float) -> None:
-        """Let so much time pass, and what was due in it happen."""
+        """Advance the clock, and call the timers due meanwhile at their times."""
         end = self.seconds + seconds
         while self._timers and self._timers[0][0] <= end:
             self.seconds, _, timer = heappop(self._timers)
@@ -107,12 +107,12 @@ class ManualClock:
 
     @property
     def pending(self) -> int:
-        """How many timers will still do something."""
+        """Number of timers that are neither cancelled nor fired."""
         return sum(timer.callback is not None for _, _, timer in self._timers)
 
 
-class Steady(random.Random):
-    """Chance that always draws the same fraction."""
+class ConstantRandom(random.Random):
+    """A random source whose `random()` always returns the same fraction."""
 
     def __init__(self, fraction: float) -> None:
         super().__init__(0)
@@ -139,36 +139,36 @@ class Question:
 
 @dataclass(frozen=True)
 class Do:
-    """Do what the test says."""
+    """Run the test's action in the handler."""
 
     action: Callable[[Context[object]], object]
 
 
 def crash(_: Context[object]) -> None:
-    """An action that is a mistake."""
+    """Raise an error, as an action of a handler."""
     raise ValueError("broken")
 
 
-BREAK = Do(crash)
+CRASH = Do(crash)
 
-Line: TypeAlias = Note | Urgent | Question | Do | Terminated
-
-
-def player(name: str, capacity: int = 10_000) -> Role[Line]:
-    """The role of one of a troupe."""
-    return Role(name, Line, capacity, urgent=(Urgent,))
+LoggedMessage: TypeAlias = Note | Urgent | Question | Do | Terminated
 
 
-class Player(Actor[Line]):
-    """Writes in its troupe's diary, as the life that it is."""
+def role_of(name: str, capacity: int = 10_000) -> Role[LoggedMessage]:
+    """Return the role of an actor of a harness."""
+    return Role(name, LoggedMessage, capacity, urgent=(Urgent,))
 
-    def __init__(self, troupe: Troupe, context: Context[object]) -> None:
+
+class LoggingActor(Actor[LoggedMessage]):
+    """Logs its events in the harness, as `name.life`."""
+
+    def __init__(self, harness: SystemHarness, context: Context[object]) -> None:
         name = context.ref.name
-        troupe.lives[name] += 1
+        harness.lives[name] += 1
         self._context = context
-        self._hooks = troupe.hooks
-        life = f"{name}.{troupe.lives[name]}"
-        self._write = lambda what: troupe.diary.append(f"{life} {what}")
+        self._hooks = harness.hooks
+        life = f"{name}.{harness.lives[name]}"
+        self._write = lambda what: harness.log.append(f"{life} {what}")
         self._live("built", context)
 
     def started(self) -> None:
@@ -182,55 +182,55 @@ class Player(Actor[Line]):
         if (hook := self._hooks.get(f"{context.ref.name} {what}")) is not None:
             hook(context)
 
-    def handle(self, message: Line) -> None:
+    def handle(self, message: LoggedMessage) -> None:
         match message:
             case Do(action):
                 action(self._context)
             case Question(reply_to):
                 reply_to.tell(42)
             case Terminated(actor, _, is_restarting, cause):
-                follows = "restarts" if is_restarting else "is gone"
+                follows = "restarts" if is_restarting else "does not restart"
                 self._write(
-                    f"hears that {actor} {'stopped' if cause is ExitCause.STOPPED else 'crashed'} and {follows}"
+                    f"is notified that {actor} {'stopped' if cause is ExitCause.STOPPED else 'crashed'} and {follows}"
                 )
             case Note(number) | Urgent(number):
                 self._write(f"{type(message).__name__} {number}")
 
 
-class Troupe:
-    """A system of players, sinks first, on a clock that the test moves. Each name comes with its restart policy."""
+class SystemHarness:
+    """A system of logging actors, sinks first, on a manual clock; each name is given its restart policy."""
 
     def __init__(self, *, chance: random.Random | None = None, **policies: RestartPolicy) -> None:
-        self.diary: list[str] = []
+        self.log: list[str] = []
         self.lives: Counter[str] = Counter()
         self.hooks: dict[str, Callable[[Context[object]], object]] = {}
-        """What else happens when somebody is built, started or stopped, by name and event."""
+        """Further actions when an actor is built, started or stopped, by `name event`."""
         self.failures: list[ActorCrashed] = []
         self.events: list[Event] = []
         self.clock = ManualClock()
         self.system = System(
             [self.part(name, restart_policy) for name, restart_policy in policies.items()],
             clock=self.clock,
-            chance=chance or Steady(0.0),
+            chance=chance or ConstantRandom(0.0),
             tap=self.events.append,
             on_failure=self.failures.append,
         )
 
-    def part(self, name: str, restart_policy: RestartPolicy | None = None) -> ActorSpec[Line]:
-        return ActorSpec(player(name), lambda context: Player(self, context), restart_policy or RestartPolicy())
+    def part(self, name: str, restart_policy: RestartPolicy | None = None) -> ActorSpec[LoggedMessage]:
+        return ActorSpec(role_of(name), lambda context: LoggingActor(self, context), restart_policy or RestartPolicy())
 
-    def tell(self, name: str, *messages: Line) -> None:
+    def tell(self, name: str, *messages: LoggedMessage) -> None:
         for message in messages:
-            self.system.find(player(name)).tell(message)
+            self.system.find(role_of(name)).tell(message)
 
     async def pass_time(self, seconds: float) -> list[str]:
-        """Let so much time pass; what the diary has about it and what came before since the last look."""
+        """Let messages arrive and `seconds` pass; return the log lines since the last call."""
         await settle()
         self.clock.advance(seconds)
         await settle()
-        return self.news()
+        return self.new_lines()
 
-    def news(self) -> list[str]:
-        """What has been written since the last look."""
-        news, self.diary[:] = list(self.diary), []
-        return news
+    def new_lines(self) -> list[str]:
+        """Return the log lines since the last call."""
+        new_lines, self.log[:] = list(self.log), []
+        return new_lines

@@ -1,4 +1,4 @@
-"""Actors that tests place on threads and in processes, with their messages: a module that those processes import."""
+"""Actors that tests place on threads and in processes, with their messages; the processes import this module."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from cuelight.kernel import Actor, ActorSpec, Context, InProcess, KernelError, R
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):
-    """To the player, which passes it on to the sink."""
+    """A message that the placed actor forwards to the sink."""
 
     number: int
 
 
 class Urgent(msgspec.Struct, frozen=True, tag=True):
-    """The same, overtaking."""
+    """An urgent message that the placed actor forwards to the sink."""
 
     number: int
 
 
 class Padded(msgspec.Struct, frozen=True, tag=True):
-    """A message of some size."""
+    """A message of a given size."""
 
     padding: bytes
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """What the player says of itself."""
+    """The placed actor's answer about itself."""
 
     number: int
     text: str = ""
 
 
 class Do(msgspec.Struct, frozen=True, tag=True):
-    """Something that the player is to do while it handles this; see `Player._do`."""
+    """An action for the placed actor's handler; see `PlacedActor._do`."""
 
     action: str
     number: int = 0
@@ -59,14 +59,14 @@ class Inner(msgspec.Struct, frozen=True):
 
 
 class Greet(msgspec.Struct, frozen=True, tag=True):
-    """Tell all of these addresses who you are."""
+    """Send an `Answer` to all of these addresses."""
 
     addresses: tuple[Recipient[Answer], ...]
     inner: Inner
 
 
 class Carry(msgspec.Struct, frozen=True, tag=True):
-    """Tell `to` a note, or hand this on to the next of the way, which does the same."""
+    """Send `to` a note, or forward this message to the next address of the way."""
 
     to: Ref[Note]
     way: tuple[Ref[Carry], ...]
@@ -74,26 +74,26 @@ class Carry(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """Keep this address until told to `Do("drop")`; told by someone who is kept."""
+    """Hold this address until `Do("drop")`."""
 
     address: Recipient[Answer]
 
 
 Protocol = Note | Urgent | Padded | Do | Greet | Carry | Hold | Terminated
-Heard = Note | Urgent | Padded | Answer | Carry | Terminated
-SINK: Role[Heard] = Role("sink", Heard, 100_000)
-PLAYER: Role[Protocol] = Role("player", Protocol, 100_000, urgent=(Urgent,))
+Received = Note | Urgent | Padded | Answer | Carry | Terminated
+SINK: Role[Received] = Role("sink", Received, 100_000)
+PLACED: Role[Protocol] = Role("placed", Protocol, 100_000, urgent=(Urgent,))
 OTHER: Role[Protocol] = Role("other", Protocol, 100_000, urgent=(Urgent,))
 CHILD: Role[Protocol] = Role("child", Protocol, 100)
 
-_BY_NAME = {role.name: role for role in (PLAYER, OTHER, CHILD)}
+_BY_NAME = {role.name: role for role in (PLACED, OTHER, CHILD)}
 
 CROWDED: Role[Note] = Role("crowded", Note, 10)
-"""Somebody with a small mailbox, who does not look into it."""
+"""Role of an actor with a small mailbox, which it does not read."""
 
 
-class Player(Actor[Protocol]):
-    """Passes notes on to the sink, and does what it is told to do."""
+class PlacedActor(Actor[Protocol]):
+    """Forwards notes to the sink, and runs the actions of `Do`."""
 
     def __init__(self, context: Context[Protocol]) -> None:
         self._context = context
@@ -121,7 +121,7 @@ class Player(Actor[Protocol]):
     def stopped(self) -> None:
         self._sink.tell(Answer(0, "stopped"))
 
-    def _do(self, action: str, number: int, text: str) -> Answer:  # noqa: PLR0912  # a list of tricks
+    def _do(self, action: str, number: int, text: str) -> Answer:  # noqa: PLR0912  # a list of actions
         context = self._context
         match action:
             case "raise":
@@ -160,18 +160,18 @@ class Player(Actor[Protocol]):
                 return Answer(0, _error_of(lambda: context.find(Role(text, Note, 1))))
             case "spawn":
                 child = context.spawn(
-                    ActorSpec(CHILD, player, placement=InProcess()) if text else ActorSpec(CHILD, player)
+                    ActorSpec(CHILD, build_placed, placement=InProcess()) if text else ActorSpec(CHILD, build_placed)
                 )
                 self._sink.tell(Answer(0, repr(child)))
                 child.tell(Note(number))
             case "spawn and tell":
-                context.spawn(ActorSpec(CHILD, player)).tell(Do(text, text="child"))
+                context.spawn(ActorSpec(CHILD, build_placed)).tell(Do(text, text="child"))
             case "spawn that it dismisses":
-                context.spawn(ActorSpec(CHILD, player)).tell(Do("dismiss", number, text))
+                context.spawn(ActorSpec(CHILD, build_placed)).tell(Do("dismiss", number, text))
             case "dismiss the child":
                 context.dismiss(CHILD)
             case "spawn and show":
-                self._sink.tell(Carry(context.spawn(ActorSpec(CHILD, player)), (), number))
+                self._sink.tell(Carry(context.spawn(ActorSpec(CHILD, build_placed)), (), number))
             case "send":
                 return Answer(0, _error_of(lambda: self._sink.tell(_ODD[text])))
             case _:
@@ -195,8 +195,8 @@ def _error_of(action: object) -> str:
     return ""
 
 
-def _do_to_itself(action: str, number: int, text: str) -> Answer:  # noqa: PLR0912  # a list of tricks
-    """What concerns the thread or process that the actor lives in."""
+def _do_to_itself(action: str, number: int, text: str) -> Answer:  # noqa: PLR0912  # a list of actions
+    """Run an action on the actor's thread or process."""
     match action:
         case "who":
             return Answer(os.getpid(), threading.current_thread().name)
@@ -215,11 +215,11 @@ def _do_to_itself(action: str, number: int, text: str) -> Answer:  # noqa: PLR09
                 pass
         case "hang":
             Path(text).write_text(str(os.getpid()))
-            ctypes.PyDLL(None).pause()  # which keeps the interpreter's lock
+            ctypes.PyDLL(None).pause()  # holds the interpreter's lock
         case "gate":
             through(text)
         case "print at exit":
-            print(text)  # noqa: T201  # buffered, where the output is no terminal
+            print(text)  # noqa: T201  # buffered where the output is not a terminal
         case "descriptors":
             return Answer(0, "\n".join(f"{name}={target}" for name, target in descriptors().items()))
         case "inheritable":
@@ -239,13 +239,13 @@ def _do_to_itself(action: str, number: int, text: str) -> Answer:  # noqa: PLR09
 
 
 def descriptors() -> dict[str, str]:
-    """This process's open files."""
+    """Return this process's open files by descriptor."""
     found = {}
     for path in Path("/proc/self/fd").iterdir():
         try:
             found[path.name] = str(path.readlink())
         except FileNotFoundError:
-            continue  # the one that lists them
+            continue  # the descriptor of this listing
     return found
 
 
@@ -258,46 +258,46 @@ def _write_to_parent(data: bytes) -> None:
 
 
 def through(path: str) -> None:
-    """Wait at a named pipe until somebody has opened and closed its other end."""
+    """Wait at a named pipe until its other end has been opened and closed."""
     Path(path).read_bytes()
 
 
-def player(context: Context[Protocol]) -> Player:
-    """The usual player."""
-    return Player(context)
+def build_placed(context: Context[Protocol]) -> PlacedActor:
+    """Build a placed actor."""
+    return PlacedActor(context)
 
 
-def broken(context: Context[Protocol]) -> Player:
-    """One that cannot be built."""
-    raise ValueError("no such player")
+def broken(context: Context[Protocol]) -> PlacedActor:
+    """Raise, as a build that fails."""
+    raise ValueError("cannot be built")
 
 
-def breaking(context: Context[Protocol], *, path: str) -> Player:
-    """One that can be built once."""
+def breaking(context: Context[Protocol], *, path: str) -> PlacedActor:
+    """Build a placed actor the first time, and raise afterwards."""
     try:
         Path(path).touch(exist_ok=False)
     except FileExistsError:
-        raise ValueError("there has been one") from None
-    return Player(context)
+        raise ValueError("built once already") from None
+    return PlacedActor(context)
 
 
-def gated(context: Context[Protocol], *, path: str) -> Player:
-    """One whose constructor waits."""
+def gated(context: Context[Protocol], *, path: str) -> PlacedActor:
+    """Wait at a named pipe, then build a placed actor."""
     through(path)
-    return Player(context)
+    return PlacedActor(context)
 
 
-def dying(context: Context[Protocol], *, action: str, number: int = 0) -> Player:
-    """One whose constructor ends the process."""
+def dying(context: Context[Protocol], *, action: str, number: int = 0) -> PlacedActor:
+    """Run an action that may end the process, then build a placed actor."""
     _do_to_itself(action, number, "")
-    return Player(context)
+    return PlacedActor(context)
 
 
-def counting(context: Context[Protocol], *, path: str) -> Player:
-    """One that says in which life it is."""
+def counting(context: Context[Protocol], *, path: str) -> PlacedActor:
+    """Build a placed actor that reports the number of its life."""
     with Path(path).open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(".")
         life = file.tell()
     context.find(SINK).tell(Answer(life, "born"))
-    return Player(context)
+    return PlacedActor(context)

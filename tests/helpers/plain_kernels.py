@@ -1,4 +1,4 @@
-"""The kernels of planned attention in plain torch, an item at a time: what a plan says, without Triton."""
+"""The kernels of planned attention in plain torch, one item of the plan at a time, without Triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOG2E = math.log2(math.e)
 
 
 class PlainKernels:
-    """As `Kernels`, for any device. Reads the numbers when it is called, as a graph does."""
+    """`Kernels` for any device. The numbers are read at each call, as a graph does."""
 
     def write(
         self, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor

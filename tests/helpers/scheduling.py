@@ -1,4 +1,4 @@
-"""What the scheduler's tests share: a device that keeps its steps, and checks that hold after every single message."""
+"""Shared by the scheduler's tests: a device that records its steps, and checks to run after every message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cuelight.messages.scheduler import Admit, Explain, Explanation, SetPolicy
 
 
 class WatchedDevice(StubDevice):
-    """Keeps every step it ran; raises in those that hold one of `poison`, and in the next `failures`."""
+    """A device that records every step, and raises in steps with any of `poison` and in the next `failures` steps."""
 
     def __init__(self, block_count: int, block_size: int, host_block_count: int = 0) -> None:
         super().__init__(block_count, block_size, host=stub_host(host_block_count))
@@ -57,7 +57,7 @@ def tables_of(core: Core) -> BlockTables:
 
 
 def tracked(number: int, service: Service | None = None, *, prompt: int = 4, at: float = 0.0) -> Request:
-    """A request as the scheduler keeps it."""
+    """Return a request as the scheduler stores it."""
     admit = Admit(RequestId(number), (7,) * prompt, Sampling(max_tokens=4), 1000, service or Service(), at)
     return Request(number, admit)
 
@@ -67,7 +67,7 @@ def policy(name: str, aging_seconds: float = 10.0, **weights: float) -> SetPolic
 
 
 def explained(core: Core, request_id: int) -> Explanation:
-    """The scheduler's own answer, with no message left over."""
+    """Return the scheduler's explanation of a request, directly, without a message under way."""
     answers: list[Explanation] = []
 
     class Reader:
@@ -100,18 +100,18 @@ def end_order(core: Core) -> list[int]:
 
 
 def step_until(core: Core, happens: object, steps_max: int = 100_000) -> None:
-    """Deliver until `happens()`, checking after each message."""
+    """Deliver messages until `happens()`, and run the checks after each."""
     assert callable(happens)
     for _ in range(steps_max):
         if happens():
             return
-        assert core.step(), "all is at rest, and it has not happened"
+        assert core.step(), "the core is at rest before the condition holds"
         check(core)
-    raise AssertionError("it never happens")
+    raise AssertionError("the condition never holds")
 
 
 def finish(core: Core, steps_max: int = 200_000) -> None:
-    """Deliver until all is at rest, checking after each message; then everybody has ended and every block is free."""
+    """Deliver messages until the core is at rest, with checks; then all requests have ended and all blocks are free."""
     for _ in range(steps_max):
         if not core.step():
             break
@@ -126,7 +126,7 @@ def finish(core: Core, steps_max: int = 200_000) -> None:
 
 
 def check(core: Core) -> None:
-    """What holds after every message: counts, bounds, and that nothing idles which could run."""
+    """Check the invariants after a message: counts, bounds, and that no request idles that could run."""
     scheduler, tables = scheduler_of(core), tables_of(core)
     tables.check()
     assert len(scheduler._state.running) <= scheduler._state._gate.running_max
@@ -138,8 +138,8 @@ def check(core: Core) -> None:
         request.request_id in scheduler._state.requests for request in scheduler._state._gate.prefix_waiters._leaders
     )
     if core.engine.waiting("scheduler") or core.engine.waiting("cache") or not scheduler._state.pool:
-        return  # it is about to hear something
-    assert scheduler._state._block_requests.asked is None, "nobody answers"
+        return  # a message is waiting for it
+    assert scheduler._state._block_requests.asked is None, "`Reserve` was not answered"
     if len(scheduler._state._steps) == scheduler._state._steps._steps_max:
         return
     assert scheduler._state._steps or not scheduler._state.requests, "nothing runs"
@@ -151,7 +151,7 @@ def check(core: Core) -> None:
 
 
 def _check_admissions(scheduler: Scheduler, tables: BlockTables) -> None:
-    """The first in line, as far as it is not set aside for good reason, does not fit."""
+    """Check that the first request that is not rightly a prefix waiter does not fit."""
     if any(request.suspect for request in scheduler._state.running.values()):
         return
     if len(scheduler._state.running) >= scheduler._state._gate.running_max:
@@ -161,14 +161,14 @@ def _check_admissions(scheduler: Scheduler, tables: BlockTables) -> None:
             return
         missing, is_promised = _lacks(tables, request)
         if request in scheduler._state._gate.prefix_waiters:
-            assert is_promised, f"{request.request_id} waits for a prefix that nobody computes"
+            assert is_promised, f"{request.request_id} waits for a prefix that is not being computed"
             continue
         assert missing > 0, f"{request.request_id} could be admitted, and the executor has room"
         return
 
 
 def _lacks(tables: BlockTables, request: Request) -> tuple[int, bool]:
-    """By how many blocks the pool is too small for this one, and whether what it would begin with is being computed."""
+    """Return how many blocks a request lacks, and whether its prefix is being computed."""
     chain = HashChain(request.token_ids, tables._block_size, request.salt)
     hits = tables._find_prefix(chain)
     held = sum(block is not None and tables.pool.is_held(block) for block in hits)

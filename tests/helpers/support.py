@@ -1,4 +1,4 @@
-"""What several tests need: addresses that keep what they receive, and a simulated engine without clients."""
+"""Shared by many tests: addresses that record their messages, and a simulated engine without clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Recorder(Generic[M]):
-    """An address that keeps what it is told."""
+    """An address that records its messages."""
 
     def __init__(self) -> None:
         self.messages: list[M] = []
@@ -37,18 +37,18 @@ class Recorder(Generic[M]):
         self.messages.append(message)
 
     def take(self) -> list[M]:
-        """What has come since the last time."""
+        """Return the messages since the last call."""
         messages, self.messages = self.messages, []
         return messages
 
 
 def finished(result: StepDone | Pending[StepDone]) -> StepDone:
-    """What a device has made of a step, once it has."""
+    """Return the result of a device's step, after waiting for it."""
     return result if isinstance(result, StepDone) else result.wait()
 
 
 class VirtualClock:
-    """Time that passes only when told to."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -74,7 +74,7 @@ class FailingDevice(StubDevice):
 
 
 class Replaceable(Actor[M]):
-    """An actor in whose place a test can put another object, and which a test can crash."""
+    """An actor that a test can replace by another object, or crash."""
 
     def __init__(self, actor: Actor[M]) -> None:
         self.actor = actor
@@ -90,7 +90,7 @@ class Replaceable(Actor[M]):
 
 
 class Slot(Generic[M]):
-    """An actor's address and, over all its lives, its place in the core."""
+    """An actor's address and, over all its lives, its replaceable actor in the core."""
 
     def __init__(self, engine: SimulatedEngine, name: str, places: dict[str, Replaceable[Never]]) -> None:
         self._engine, self._name, self._places = engine, name, places
@@ -136,9 +136,9 @@ class Core:
     ) -> None:
         self.device = device
         self.new_device = new_device or (lambda: StubDevice(device.block_count, device.block_size))
-        """Makes the device of each executor but the first."""
+        """Factory of the device of each executor but the first."""
         self.kills: list[str] = []
-        """Why executors were killed."""
+        """Reasons for which executors were killed."""
         self.chance = random.Random(seed)
         self.intake: Recorder[intake.IntakeMessage] = Recorder()
         self.observer: Recorder[observer.ObserverMessage] = Recorder()
@@ -189,7 +189,7 @@ class Core:
         return self.engine.now()
 
     def step(self) -> bool:
-        """Let a millisecond pass and one thing happen; False where nothing can."""
+        """Advance by a millisecond and one event; return False where none is left."""
         self.engine.pass_time(0.001)
         happened = self.engine.step()
         if self._complaints:
@@ -197,13 +197,13 @@ class Core:
         return happened
 
     def confirm_nothing(self) -> None:
-        """Let the detokenizer confirm no end from now on."""
+        """Stop the detokenizer from confirming ends."""
         actor = self.engine.actors["detokenizer"]
         assert isinstance(actor, DetokenizerStandIn)
         actor.confirms = False
 
     def lose_executor(self, error: str, device: StubDevice | None = None, *, is_killed: bool = False) -> None:
-        """End the executor's life, by a crash or by a kill from outside; the next one has another device."""
+        """End the executor's life, by a crash or by a kill from outside; the next life has another device."""
         self._next_device = device or self._next_device
         deaths = self.engine.deaths["executor"]
         if not is_killed:
@@ -211,7 +211,7 @@ class Core:
             self.executor.tell(GetExecutorState(Recorder()))
         while self.engine.deaths["executor"] == deaths:
             if is_killed:
-                self.kill_executor(error)  # which does nothing between two lives
+                self.kill_executor(error)  # ignored between two lives
             assert self.step()
 
     def kill_executor(self, reason: str) -> None:
@@ -219,7 +219,7 @@ class Core:
         self.engine.simulation.kill(self.engine.role("executor"), reason)
 
     def lose_cache(self) -> None:
-        """End the cache manager's life; another one begins."""
+        """End the cache manager's life; another one starts."""
         self.engine.simulation.kill(self.engine.role("cache"), "of a test")
         while not self.engine.deaths["cache"]:
             assert self.step()
@@ -245,14 +245,14 @@ class Core:
         self.scheduler.tell(StopMatched(RequestId(request_id), output_tokens))
 
     def run(self, steps_max: int = 1_000_000) -> None:
-        """Until nothing is left to deliver."""
+        """Deliver messages until none is left."""
         for _ in range(steps_max):
             if not self.step():
                 return
         raise AssertionError("the core never comes to rest")
 
     def outputs(self) -> dict[int, list[int]]:
-        """Every request's tokens, as the detokenizer received them."""
+        """Return every request's tokens as the detokenizer received them."""
         out: dict[int, list[int]] = {}
         for message in self.detokenizer.messages:
             if isinstance(message, detokenizer.TokensReady):
@@ -261,7 +261,7 @@ class Core:
         return out
 
     def ends(self) -> dict[int, detokenizer.RequestEnded]:
-        """How each request ended; one that ended twice fails the test."""
+        """Return the end of each request; a second end fails the test."""
         ends: dict[int, detokenizer.RequestEnded] = {}
         for message in self.detokenizer.messages:
             if isinstance(message, detokenizer.RequestEnded):
@@ -284,7 +284,7 @@ class Core:
     def _checked(self, method: Callable[[T], object], argument: T) -> object:
         try:
             return method(argument)
-        except AssertionError as error:  # which the executor would answer for as for any failure
+        except AssertionError as error:  # the executor would report it as a failed step
             self._complaints.append(error)
             raise
 
@@ -296,7 +296,7 @@ class Core:
 def expected_output(
     prompt: Sequence[int], sampling: Sampling, eos: frozenset[int] = frozenset(), token_limit: int = 10_000
 ) -> tuple[list[int], FinishReason]:
-    """What a stub must produce for a request alone."""
+    """Return the stub's output tokens and finish reason for a lone request."""
     tokens, _, reason = oracle.expected_output(
         prompt, sampling, token_limit, next_token=lambda token_ids: hashed_token(token_ids, 1000), end_tokens=eos
     )

@@ -1,4 +1,4 @@
-"""Small random models in folders, as `transformers` saves them, and somebody who schedules a device by hand."""
+"""Small random models in folders, as `transformers` saves them, and drivers that schedule a device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHAPE: dict[str, object] = {
     "pad_token_id": 1,
 }
 GROUPED = {**SHAPE, "num_key_value_heads": 2}
-"""Six query heads share two of keys and values."""
+"""Shape with six query heads and two heads of keys and values."""
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -66,17 +66,17 @@ NATIVE: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3, wide": lambda: transformers.Qwen3Config(**GROUPED, head_dim=32),
     "qwen3, biases": lambda: transformers.Qwen3Config(**ODD, num_key_value_heads=5, head_dim=6, attention_bias=True),
 }
-"""What the native decoder serves."""
+"""Configurations that the native decoder serves."""
 
 
 def save(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
-    """A model with weights large enough that its output depends on all of its context."""
+    """Save a model with weights large enough that its output depends on all of its context."""
     generator = torch.Generator().manual_seed(1)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             noise = 0.3 * torch.randn(parameter.shape, generator=generator)
-            # Norms are near one, and biases near nothing, but not so near that leaving them out would go unnoticed.
+            # Norms near one and biases near zero, but far enough away that omitting them changes the output.
             parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
     model.save_pretrained(folder)
     return model
@@ -115,7 +115,7 @@ def options(folder: Path, **others: object) -> LoadOptions:
 
 
 class Driver:
-    """Schedules a runner by hand: random chunks of random rows, blocks drawn from a shuffled pool."""
+    """Schedules a runner: random chunks of random rows, with blocks from a shuffled pool."""
 
     def __init__(self, runner: Device[Batch], prompts: Sequence[Sequence[int]], seed: int, epoch: int = 0) -> None:
         self.epoch = epoch
@@ -181,7 +181,7 @@ class Driver:
 
 
 def greedy_alone(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    """Token by token, all of the context each time."""
+    """Return greedy output tokens, computed from the whole context for each token."""
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(count):
@@ -196,9 +196,9 @@ def random_prompts(seed: int) -> list[list[int]]:
 
 
 class Pipeline(Driver):
-    """Steps are planned and prepared while others run: three are in flight at most, in any order that is allowed.
+    """Plans and prepares steps while others run: at most three in flight, in any allowed order.
 
-    No more than four rows are there at once. Each ends with the step after its last, and its slot is the next one's.
+    At most four rows run at once. Each ends with the step after its last token, and its slot is reused.
     """
 
     def __init__(self, runner: Device[Batch], prompts: Sequence[Sequence[int]], seed: int) -> None:
@@ -228,7 +228,7 @@ class Pipeline(Driver):
             self.go_on()
 
     def go_on(self) -> None:
-        """Launch a step, or wait for one."""
+        """Launch a step, or wait for a step to finish."""
         if self._prepared and (not self._running or self.chance.random() < 0.5):
             self._running.append(self.runner.run(self._prepared.pop(0)))
         elif self._running:
@@ -241,10 +241,10 @@ class Pipeline(Driver):
         return finished(result)
 
 
-class Mover(Driver):
-    """After each step some rows leave the pool for host memory until they run again, or move within the pool.
+class CopyingDriver(Driver):
+    """After each step, moves some rows to host memory until they run again, or within the pool.
 
-    They come back in other blocks; `spoil` overwrites what they leave behind in the pool.
+    Rows return in other blocks; `spoil` overwrites the blocks that they leave in the pool.
     """
 
     def __init__(

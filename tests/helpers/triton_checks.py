@@ -1,4 +1,4 @@
-"""What is done in a process of Triton's own: see `interpreter`."""
+"""Checks that run in the process of `interpreter`, where Triton interprets its kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def triton_backend(case: Case, device: torch.device, span: int | None, processors: int = 1) -> TritonBackend:
-    """As it is chosen, but for how keys are divided."""
+    """Return the Triton backend for a case, with a given span of keys for each program."""
     from cuelight.actors.executor.model.triton_kernels import TritonKernels
 
     return TritonBackend(TritonKernels(), planner_for(case.spec(device), processors, span), device)
@@ -31,7 +31,7 @@ def kernels_are_right(case: Case, span: int | None, device: torch.device = CPU) 
 
 
 def a_row_is_the_same_in_any_company(case: Case, span: int, device: torch.device = CPU) -> None:
-    """Bit for bit, where the division of keys is fixed."""
+    """Check that a row's output is bitwise independent of the batch, with a fixed division of keys."""
     paged = Paged(case, device, is_token_major=False)
     backend = triton_backend(case, device, span)
     k, v = paged.new(paged.keys[0]), paged.new(paged.values[0])
@@ -50,7 +50,7 @@ def a_row_is_the_same_in_any_company(case: Case, span: int, device: torch.device
 
 
 def padding_is_nothing(case: Case, tokens: int, device: torch.device = CPU) -> None:
-    """A step of fewer tokens than its graph has: others' output is zeros, and they store nothing."""
+    """Check that padding tokens of a graph's step output zeros and store nothing."""
     paged = Paged(case, device, is_token_major=False)
     backend = triton_backend(case, device, None, processors=8)
     plan = backend.plan(paged.batch, tokens)
@@ -68,8 +68,8 @@ def padding_is_nothing(case: Case, tokens: int, device: torch.device = CPU) -> N
 
 
 def outputs_are_those_of_transformers(config: PreTrainedConfig, device: str = "cpu") -> None:
-    """Random chunks of random rows, through the device's own code."""
-    count = 2 if device == "cpu" else 4  # the interpreter takes a tenth of a second for each step
+    """Compare random chunks of random rows with `transformers`."""
+    count = 2 if device == "cpu" else 4  # a step takes the interpreter a tenth of a second
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = save(config, folder)
@@ -86,7 +86,7 @@ def chosen(case: Case) -> str:
 
 
 def compiled(capability: int, type_name: str, case: Case, rows: int) -> int:
-    """Compile all three kernels for a GPU that need not be here; gives the shared memory that attention takes."""
+    """Compile all three kernels, without a GPU, and return the shared memory of the attention kernel in bytes."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

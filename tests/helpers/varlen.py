@@ -1,4 +1,4 @@
-"""What `torch.nn.attention.varlen.varlen_attn` does, in plain torch, strict about what it is given."""
+"""`torch.nn.attention.varlen.varlen_attn` in plain torch, strict about its arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass
 class Varlen:
-    """The function of one version of FlashAttention. Like the strictest of them it spreads what pads a last page."""
+    """The function of one version of FlashAttention. NaN in the padding of a last page spreads, as in the strictest."""
 
     is_version_2: bool
     calls: int = 0

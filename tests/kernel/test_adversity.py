@@ -48,7 +48,7 @@ Number = NewType("Number", int)
 
 @dataclass(frozen=True)
 class Do:
-    """Do one of the tricks of `Player`."""
+    """Do one of the tricks of `CommandActor`."""
 
     trick: str
 
@@ -77,10 +77,10 @@ class Unresolvable:
 
 
 Message = Do | Echo | EchoNumber
-PLAYER: Role[Message] = Role("player", Message, 1000)
+ACTOR: Role[Message] = Role("actor", Message, 1000)
 
 
-class Unspeakable(Exception):
+class UnprintableError(Exception):
     """An error that cannot even be shown."""
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ class Unspeakable(Exception):
     __str__ = __repr__
 
 
-class Player(Actor[Message]):
+class CommandActor(Actor[Message]):
     """Does tricks."""
 
     gate: threading.Event
@@ -101,9 +101,9 @@ class Player(Actor[Message]):
     def handle(self, message: Message) -> None:
         match message:
             case Do("leave"):
-                self._context.dismiss(PLAYER)
+                self._context.dismiss(ACTOR)
             case Do("raise the unspeakable"):
-                raise Unspeakable
+                raise UnprintableError
             case Do("raise"):
                 raise ValueError("broken")
             case Do("work in vain"):
@@ -124,7 +124,7 @@ def _fail() -> Never:
     raise ValueError("in vain")
 
 
-class Deaf(Actor[object]):
+class SilentActor(Actor[object]):
     """Says nothing to anything."""
 
     def handle(self, message: object) -> None:
@@ -132,9 +132,9 @@ class Deaf(Actor[object]):
 
 
 @asynccontextmanager
-async def playing(place: Placement, restart_policy: RestartPolicy = RESTARTED) -> AsyncIterator[System]:
+async def running_system(place: Placement, restart_policy: RestartPolicy = RESTARTED) -> AsyncIterator[System]:
     """A system with a player. It is ended in any case, also where it does not answer any more."""
-    system = System([ActorSpec(PLAYER, Player, restart_policy, place)])
+    system = System([ActorSpec(ACTOR, CommandActor, restart_policy, place)])
     await system.start()
     try:
         yield system
@@ -160,23 +160,23 @@ def forked() -> Iterator[None]:
 
 
 async def echo(system: System) -> int:
-    return await ask(system.find(PLAYER), lambda to: Echo(7, to), SOON)
+    return await ask(system.find(ACTOR), lambda to: Echo(7, to), SOON)
 
 
 @on_each_loop
-async def test_a_signal_that_has_no_name_is_a_death_like_any_other() -> None:
+async def test_death_by_an_unnamed_signal_is_a_crash() -> None:
     system = System(
         [
-            ActorSpec(placed.SINK, lambda _: Deaf()),
-            ActorSpec(placed.PLAYER, placed.player, RESTARTED, InProcess()),
+            ActorSpec(placed.SINK, lambda _: SilentActor()),
+            ActorSpec(placed.PLACED, placed.build_placed, RESTARTED, InProcess()),
         ]
     )
     await system.start()
     try:
-        system.find(placed.PLAYER).tell(placed.Do("signal", 37))
-        await until(lambda: system.statistics()["player"].dropped == 1)  # it was lost with the process
+        system.find(placed.PLACED).tell(placed.Do("signal", 37))
+        await until(lambda: system.statistics()["placed"].dropped == 1)  # it was lost with the process
         answer: placed.Answer = await ask(
-            system.find(placed.PLAYER), lambda to: placed.Do("environment", 0, "", to), SOON
+            system.find(placed.PLACED), lambda to: placed.Do("environment", 0, "", to), SOON
         )
         assert answer.number == 0
     finally:
@@ -185,28 +185,28 @@ async def test_a_signal_that_has_no_name_is_a_death_like_any_other() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @on_each_loop
-async def test_a_worker_whose_error_has_no_message_does_not_hold_up_the_stop() -> None:
-    async with playing(InLoop(), RestartPolicy()) as system:
-        system.find(PLAYER).tell(Do("work in vain"))
+async def test_worker_error_without_a_message_does_not_delay_the_stop() -> None:
+    async with running_system(InLoop(), RestartPolicy()) as system:
+        system.find(ACTOR).tell(Do("work in vain"))
         stopping = asyncio.ensure_future(system.stop())
         await asyncio.wait([stopping], timeout=SOON)
         assert stopping.done()
 
 
 @on_each_loop
-async def test_an_actor_elsewhere_can_dismiss_itself() -> None:
-    async with playing(OnThread()) as system, asyncio.timeout(SOON):
-        system.find(PLAYER).tell(Do("leave"))
-        await until(lambda: "player" not in system.statistics())
+async def test_placed_actor_dismisses_itself() -> None:
+    async with running_system(OnThread()) as system, asyncio.timeout(SOON):
+        system.find(ACTOR).tell(Do("leave"))
+        await until(lambda: "actor" not in system.statistics())
 
 
 @pytest.mark.parametrize("place", [InLoop(), OnThread()], ids=["loop", "thread"])
 @on_each_loop
-async def test_an_error_that_cannot_be_shown_is_a_crash(place: Placement) -> None:
+async def test_error_whose_repr_raises_is_a_crash(place: Placement) -> None:
     outcome: object = None
     try:
-        async with playing(place) as system:
-            system.find(PLAYER).tell(Do("raise the unspeakable"))
+        async with running_system(place) as system:
+            system.find(ACTOR).tell(Do("raise the unspeakable"))
             outcome = await echo(system)
     except Exception as error:
         outcome = type(error)  # which pytest can show
@@ -215,39 +215,39 @@ async def test_an_error_that_cannot_be_shown_is_a_crash(place: Placement) -> Non
 
 
 @on_each_loop
-async def test_what_an_actor_hears_from_itself_by_a_detour_takes_no_room_for_ever() -> None:
+async def test_indirect_messages_to_itself_release_their_capacity() -> None:
     class Detour:
         """Whatever it is told becomes a message to the player."""
 
         def tell(self, number: int, /) -> None:
-            system.find(PLAYER).tell(Do("count"))
+            system.find(ACTOR).tell(Do("count"))
 
-    Player.handled = 0
-    async with playing(OnThread()) as system:
+    CommandActor.handled = 0
+    async with running_system(OnThread()) as system:
         for _ in range(3):
             for number in range(20):
-                system.find(PLAYER).tell(Echo(number, Detour()))
+                system.find(ACTOR).tell(Echo(number, Detour()))
             assert await echo(system) == 7
 
 
 @on_each_loop
-async def test_an_address_may_take_a_type_that_is_only_a_name() -> None:
-    async with playing(OnThread()) as system:
-        answer: Number = await ask(system.find(PLAYER), lambda to: EchoNumber(3, to), SOON)
+async def test_address_of_a_forward_referenced_type_works() -> None:
+    async with running_system(OnThread()) as system:
+        answer: Number = await ask(system.find(ACTOR), lambda to: EchoNumber(3, to), SOON)
         assert answer == 3
 
 
 @on_each_loop
-async def test_who_joins_later_does_not_keep_others_from_restarting() -> None:
-    async with playing(OnThread()) as system:
-        system.spawn(ActorSpec(Role("late", Unresolvable, 10), lambda _: Deaf()))
-        system.find(PLAYER).tell(Do("raise"))
+async def test_spawned_actor_does_not_prevent_restarts() -> None:
+    async with running_system(OnThread()) as system:
+        system.spawn(ActorSpec(Role("late", Unresolvable, 10), lambda _: SilentActor()))
+        system.find(ACTOR).tell(Do("raise"))
         assert await echo(system) == 7
 
 
 @on_each_loop
-async def test_a_fork_of_the_host_does_not_hold_up_the_stop() -> None:
-    async with playing(OnThread()) as system:
+async def test_fork_of_the_host_does_not_delay_the_stop() -> None:
+    async with running_system(OnThread()) as system:
         assert await echo(system) == 7
         with forked():
             stopping = asyncio.ensure_future(system.stop())
@@ -257,7 +257,7 @@ async def test_a_fork_of_the_host_does_not_hold_up_the_stop() -> None:
     assert has_stopped
 
 
-def test_a_fork_of_the_host_does_not_keep_the_journal_locked(tmp_path: Path) -> None:
+def test_fork_of_the_host_does_not_keep_the_journal_locked(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     with forked():
         journal.close()
@@ -265,7 +265,7 @@ def test_a_fork_of_the_host_does_not_keep_the_journal_locked(tmp_path: Path) -> 
 
 
 @on_each_loop
-async def test_a_cancelled_timer_is_forgotten() -> None:
+async def test_cancelled_timer_is_released() -> None:
     timers: list[weakref.ref[Timer]] = []
 
     class Clock:
@@ -286,7 +286,7 @@ async def test_a_cancelled_timer_is_forgotten() -> None:
         def handle(self, message: Message) -> None:
             pass
 
-    async with System([ActorSpec(PLAYER, Hasty)], clock=Clock()):
+    async with System([ActorSpec(ACTOR, Hasty)], clock=Clock()):
         gc.collect()
         assert timers[0]() is None
 
@@ -297,7 +297,7 @@ class _Timer:
 
 
 @on_each_loop
-async def test_a_host_that_asks_too_much_does_not_break_the_engine() -> None:
+async def test_refused_explain_calls_do_not_break_the_engine() -> None:
     async with stub_engine(queue_limit=8) as engine:
 
         async def explain() -> None:
@@ -316,7 +316,7 @@ async def test_a_host_that_asks_too_much_does_not_break_the_engine() -> None:
 
 
 @on_each_loop
-async def test_a_policy_can_be_set_many_times_at_once() -> None:
+async def test_many_set_policy_calls_in_a_row_do_not_break_the_engine() -> None:
     async with stub_engine(queue_limit=8) as engine:
         for number in range(500):
             with suppress(errors.EngineError):  # refused
@@ -329,28 +329,31 @@ class Interrupt(BaseException):
 
 
 @pytest.mark.parametrize("where", ["RemoteLifeSpec", "socket.socketpair"])
-async def test_an_interrupt_while_a_placed_actor_begins_leaves_a_system_that_can_be_stopped(
+async def test_interrupt_while_a_placed_actor_starts_leaves_a_stoppable_system(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
         raise Interrupt
 
     monkeypatch.setattr(f"cuelight.kernel.placement.remote.{where}", interrupt)
-    system = System([ActorSpec(PLAYER, lambda _: Deaf(), placement=OnThread())])
+    system = System([ActorSpec(ACTOR, lambda _: SilentActor(), placement=OnThread())])
     async with asyncio.timeout(SOON):
         with pytest.raises(Interrupt):
             await system.start()
         await system.stop()
 
 
-async def test_a_main_module_that_was_exchanged_is_not_one_that_is_being_imported(
+async def test_replaced_main_module_does_not_count_as_being_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever runs a program to measure it, such as coverage, puts the program's main module in place of its own."""
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
     monkeypatch.setitem(sys.modules, "__mp_main__", types.ModuleType("__main__"))
     system = System(
-        [ActorSpec(placed.SINK, lambda _: Deaf()), ActorSpec(placed.PLAYER, placed.player, RESTARTED, InProcess())]
+        [
+            ActorSpec(placed.SINK, lambda _: SilentActor()),
+            ActorSpec(placed.PLACED, placed.build_placed, RESTARTED, InProcess()),
+        ]
     )
     await system.start()
     await system.stop(drop=True, timeout_seconds=SOON)

@@ -113,7 +113,7 @@ def codec(*protocols: object) -> tuple[Codec, dict[object, object]]:
     return Codec(reachable(protocols), to_id, to_address), addresses
 
 
-def test_the_types_of_all_that_can_be_told_are_found() -> None:
+def test_codec_finds_all_message_types_of_a_protocol() -> None:
     found = reachable([Question | int])
     assert set(found.values()) == {Question, int, Said, Piece, type(None), float}
     assert found[type_name(Said)] is Said
@@ -121,18 +121,18 @@ def test_the_types_of_all_that_can_be_told_are_found() -> None:
     assert reachable([Box[int]])[type_name(Box)] == Box[int]
 
 
-def test_types_that_look_alike_are_refused() -> None:
+def test_types_with_equal_names_are_refused() -> None:
     with pytest.raises(NotSendable, match="cannot be told apart"):
         reachable([Many, Others])
 
 
 @pytest.mark.parametrize("kind", [Unresolved, Around])
-def test_annotations_that_cannot_be_resolved_are_refused(kind: type) -> None:
+def test_unresolvable_annotations_are_refused(kind: type) -> None:
     with pytest.raises(NotSendable, match=r"Unresolved cannot be resolved: name 'Nothing' is not defined"):
         reachable([kind])
 
 
-def test_a_message_comes_back_with_its_addresses() -> None:
+def test_message_round_trip_keeps_addresses() -> None:
     there, addresses = codec(Question)
     answer, plain = Ref[Said]("answer", lambda _said: None), Ref[float]("plain", lambda _number: None)
     question = Question({"a": (Envelope(None), Envelope(answer))}, plain, Question({}, plain))
@@ -142,7 +142,7 @@ def test_a_message_comes_back_with_its_addresses() -> None:
     assert set(addresses["taken"]) == {(Said,), (float,)}  # type: ignore[call-overload]
 
 
-def test_an_answer_keeps_the_types_within() -> None:
+def test_answer_round_trip_keeps_nested_types() -> None:
     there, _ = codec(Many, Box[Piece])
     assert there.decode("builtins:tuple", there.encode((Piece(1), Piece(2)))) == (Piece(1), Piece(2))
     assert there.decode(type_name(Box), there.encode(Box(Piece(3)))) == Box(Piece(3))
@@ -150,12 +150,12 @@ def test_an_answer_keeps_the_types_within() -> None:
         there.decode(type_name(Box), there.encode(Box("no piece")))
 
 
-def test_the_main_module_is_called_so_in_a_child_too() -> None:
+def test_type_of_the_main_module_keeps_its_name_in_a_child() -> None:
     kind = type("Local", (), {"__module__": "__mp_main__", "__qualname__": "Local"})
     assert type_name(kind) == "__main__:Local"
 
 
-def test_what_cannot_be_read_says_why() -> None:
+def test_decoding_error_states_the_reason() -> None:
     there, _ = codec(Odd, Even, Piece)
     with pytest.raises(NotAccepted, match="no protocol here has a message some:Thing"):
         there.decode("some:Thing", b"")
@@ -171,7 +171,7 @@ def test_what_cannot_be_read_says_why() -> None:
         there.encode(object())
 
 
-def test_a_type_that_no_decoder_can_be_made_for() -> None:
+def test_type_without_a_decoder_is_refused() -> None:
     there = Codec({"odd": dict[int | str | Piece | Said | list[int] | tuple[int], int]}, lambda _: 0, lambda *_: 0)  # type: ignore[arg-type]
     with pytest.raises(NotSendable, match="odd cannot be decoded"):
         there.decode("odd", b"\x80")

@@ -38,7 +38,7 @@ def run(program: str | Path, *arguments: str, status: int = 0, hash_seed: str = 
     return done.stdout, done.stderr
 
 
-def test_the_pipelines_mailboxes_stay_small(tmp_path: Path) -> None:
+def test_pipeline_mailboxes_stay_small(tmp_path: Path) -> None:
     out, err = run("pipeline.py", str(tmp_path / "lines"), "5000")
     lines = [f"{number} {hashlib.sha256(str(number).encode()).hexdigest()}\n" for number in range(5000)]
     assert (tmp_path / "lines").read_text() == "".join(lines)
@@ -51,7 +51,7 @@ def test_the_pipelines_mailboxes_stay_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
-def test_a_pipeline_whose_file_is_full_ends_with_the_error() -> None:
+def test_pipeline_with_a_full_file_ends_with_the_error() -> None:
     _, err = run("pipeline.py", "/dev/full", "5000", status=1)
     assert "ActorCrashed: actor 'writer' crashed on _Written: OSError(28, 'No space left on device')" in err
 
@@ -68,7 +68,7 @@ def test_every_job_of_the_pool_has_an_outcome() -> None:
     assert err.count("was killed by SIGKILL") == 3 == err.count("actor_crashed")
 
 
-def test_the_replicas_agree_and_a_seed_is_a_history() -> None:
+def test_replicas_agree_and_a_seed_determines_the_history() -> None:
     one, _ = run("replicated_counter.py", "20", hash_seed="1")
     other, _ = run("replicated_counter.py", "20", hash_seed="2")
     assert one == other
@@ -96,7 +96,7 @@ def is_program(block: str) -> bool:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_the_pages_blocks_run_in_order(
+def test_page_blocks_run_in_order(
     loop_factory: Callable[[], asyncio.AbstractEventLoop],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -121,7 +121,7 @@ def test_the_pages_blocks_run_in_order(
     assert capsys.readouterr().out.replace(page.__name__, "…").splitlines() == shown
 
 
-def test_the_pages_programs_run(tmp_path: Path) -> None:
+def test_page_programs_run(tmp_path: Path) -> None:
     programs = [text for text, _ in blocks() if is_program(text)]
     assert programs
     for text in programs:
@@ -136,7 +136,7 @@ def table(heading: str) -> dict[str, str]:
     return dict(re.findall(r"^\| `(\w+)` \| `?(.+?)`? \|", rows, re.MULTILINE))
 
 
-def test_the_pages_tables_are_those_of_the_code() -> None:
+def test_page_tables_match_the_code() -> None:
     defaults = {name: getattr(RestartPolicy(), name) for name in RestartPolicy.__dataclass_fields__}
     shown = {name: value.name if isinstance(value, Strategy) else repr(value) for name, value in defaults.items()}
     assert table("field") == shown
@@ -151,7 +151,7 @@ def subclasses(kind: type[KernelError]) -> Iterator[type[KernelError]]:
         yield from subclasses(each)
 
 
-def test_what_the_page_names_as_proof_exists() -> None:
+def test_page_cites_existing_tests() -> None:
     proofs = re.findall(r"`([\w/]*test_\w+\.py) -k (\w+)`", PAGE)
     assert len(proofs) >= 20
     for file, part in proofs:

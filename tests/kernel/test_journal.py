@@ -88,7 +88,7 @@ def whole(path: Path) -> list[Record]:
     return list(read_journal(path))
 
 
-def test_events_come_back_as_they_were(path: Path, small: bytes) -> None:
+def test_journal_round_trip_keeps_events(path: Path, small: bytes) -> None:
     reader = read_journal(path)
     kind = f"{__name__}:Note"
     assert reader.about == {"who": "tests"}
@@ -148,7 +148,7 @@ async def test_a_systems_lives_and_deliveries_are_recorded_with_addresses_as_ids
     assert moments == sorted(moments)
 
 
-def test_addresses_are_numbered_for_as_long_as_they_live(path: Path) -> None:
+def test_address_keeps_its_number_while_referenced(path: Path) -> None:
     def ids(*addresses: object) -> list[int]:
         for address in addresses:
             journal(Delivered(0, "", "me", Question(address)))  # type: ignore[arg-type]
@@ -169,13 +169,13 @@ def test_addresses_are_numbered_for_as_long_as_they_live(path: Path) -> None:
 
 
 @pytest.mark.parametrize("about", [None, {}, {"a": [1, 2.5, None, {"b": "c"}]}])
-def test_what_the_program_says_about_itself_comes_back(path: Path, about: dict[str, object] | None) -> None:
+def test_program_metadata_round_trip(path: Path, about: dict[str, object] | None) -> None:
     Journal(path, about=about).close()
     assert read_journal(path).about == (about or {})
     assert whole(path) == []
 
 
-def test_what_msgpack_has_no_room_for_cannot_be_said_about_oneself(path: Path) -> None:
+def test_program_metadata_beyond_msgpack_is_refused(path: Path) -> None:
     with pytest.raises(JournalError, match="`about` cannot be encoded"):
         Journal(path, about={"a": object()})
     assert not path.exists()
@@ -197,7 +197,7 @@ class Unshown:
         (print, "built-in function print"),
     ],
 )
-def test_a_message_that_cannot_be_kept_is_opaque(path: Path, message: object, words: str) -> None:
+def test_unencodable_message_is_recorded_as_opaque(path: Path, message: object, words: str) -> None:
     with Journal(path, record_bytes_max=1000) as journal:
         journal(Delivered(0.0, "a", "b", message))
         journal(note(1))
@@ -210,13 +210,13 @@ def test_a_message_that_cannot_be_kept_is_opaque(path: Path, message: object, wo
     assert numbers([kept]) == [1]
 
 
-def test_an_error_text_that_has_no_utf_8_form_is_kept_all_the_same(path: Path) -> None:
+def test_error_text_with_surrogates_is_recorded(path: Path) -> None:
     with Journal(path) as journal:
         journal(Ended(0.0, "a", 1, "half \ud83d", ExitCause.CRASHED))
     assert whole(path) == [Ended(0.0, "a", 1, "half \\ud83d", ExitCause.CRASHED)]
 
 
-def test_cut_anywhere_it_is_whole_up_to_there(path: Path, small: bytes) -> None:
+def test_truncated_journal_is_readable_up_to_the_cut(path: Path, small: bytes) -> None:
     records = whole(path)
     header = small.index(b"who") + len(b"who") + len(b"\xa5tests")
     found = set()
@@ -235,7 +235,7 @@ def test_cut_anywhere_it_is_whole_up_to_there(path: Path, small: bytes) -> None:
     assert found == set(range(len(records) + 1))
 
 
-def test_no_flipped_bit_goes_unnoticed(path: Path, small: bytes) -> None:
+def test_every_flipped_bit_is_detected(path: Path, small: bytes) -> None:
     records = whole(path)
     damages = 0
     for bit in range(8 * len(small)):
@@ -253,7 +253,7 @@ def test_no_flipped_bit_goes_unnoticed(path: Path, small: bytes) -> None:
     assert damages > len(small), "most are told from a file that is too short"
 
 
-def test_damage_is_named_with_its_place(path: Path, small: bytes) -> None:
+def test_damage_is_reported_with_its_offset(path: Path, small: bytes) -> None:
     place = small.index(b"me")  # in the first record
     path.write_bytes(small[:place] + b"you"[:2] + small[place + 2 :])
     reader = read_journal(path)
@@ -275,7 +275,7 @@ def test_another_version_is_not_read(path: Path, small: bytes) -> None:
         read_journal(path)
 
 
-def test_what_is_not_there_is_not_read(path: Path, tmp_path: Path) -> None:
+def test_missing_journal_is_refused(path: Path, tmp_path: Path) -> None:
     for missing in (path, tmp_path):
         with pytest.raises(JournalError, match="cannot be read"):
             read_journal(missing)
@@ -299,7 +299,7 @@ def test_an_older_journal_is_overwritten(path: Path, old: bytes | None) -> None:
     assert old is not None or stat.S_IMODE(path.stat().st_mode) == 0o600, "it holds all that was said"
 
 
-def test_where_none_can_be_created(tmp_path: Path) -> None:
+def test_uncreatable_journal_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(JournalError, match="no ordinary file"):
         Journal(tmp_path / "pipe")
@@ -308,7 +308,7 @@ def test_where_none_can_be_created(tmp_path: Path) -> None:
             Journal(place)
 
 
-def test_two_do_not_write_to_one_file(path: Path) -> None:
+def test_second_writer_of_a_file_is_refused(path: Path) -> None:
     with Journal(path) as journal:
         with pytest.raises(JournalError, match="another journal"):
             Journal(path)
@@ -318,7 +318,7 @@ def test_two_do_not_write_to_one_file(path: Path) -> None:
     assert whole(path) == []
 
 
-def test_after_the_end_nothing_is_recorded(path: Path, small: bytes) -> None:
+def test_closed_journal_records_nothing(path: Path, small: bytes) -> None:
     journal = Journal(path)
     journal(note(1))
     journal.close()
@@ -338,7 +338,7 @@ def test_a_journal_can_be_read_while_it_is_written(path: Path) -> None:
         assert reader.is_truncated, "there may be more to come"
 
 
-def test_without_a_loop_what_waits_is_bounded(path: Path) -> None:
+def test_pending_records_without_a_loop_are_bounded(path: Path) -> None:
     text = "x" * 10_000
     most = 0
     with Journal(path) as journal:
@@ -372,7 +372,7 @@ async def test_each_turn_of_the_loop_writes_once_at_its_end(path: Path, monkeypa
         assert len(writes) == 1, "a turn without news writes nothing"
 
 
-def test_a_loop_that_ended_before_the_end_of_its_turn_does_not_keep_the_next_from_writing(path: Path) -> None:
+def test_journal_writes_in_a_second_loop_after_the_first_ended_mid_turn(path: Path) -> None:
     with Journal(path) as journal:
         closed = asyncio.new_event_loop()
         closed.call_soon(lambda: (closed.stop(), journal(note(1))))
@@ -404,7 +404,7 @@ def full_from(journal: Journal, monkeypatch: pytest.MonkeyPatch, room: int) -> N
     monkeypatch.setattr(os, "write", cramped)
 
 
-def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_writes_are_completed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
     with Journal(path) as journal:
         monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:7]))
@@ -415,7 +415,7 @@ def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all(path: Path, monke
 
 
 @pytest.mark.parametrize("room", [0, 1, 100, 1000])
-def test_a_full_disk_stops_the_recording_and_nothing_else(
+def test_full_disk_stops_only_the_recording(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
     with Journal(path) as journal:
@@ -438,7 +438,7 @@ def test_a_full_disk_stops_the_recording_and_nothing_else(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-async def test_the_actors_go_on_where_the_disk_is_full(path: Path) -> None:
+async def test_actors_continue_where_the_disk_is_full(path: Path) -> None:
     heard: asyncio.Queue[Note] = asyncio.Queue()
 
     class Listener:
@@ -460,7 +460,7 @@ async def test_the_actors_go_on_where_the_disk_is_full(path: Path) -> None:
     assert read_journal(path).is_truncated
 
 
-def test_the_files_bound_stops_the_recording(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_size_limit_stops_the_recording(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Journal(path, bytes_max=2000) as journal:
         for number in range(1000):
             journal(note(number))
@@ -475,7 +475,7 @@ def test_the_files_bound_stops_the_recording(path: Path, caplog: pytest.LogCaptu
     assert sum("journal_stopped" in r.getMessage() for r in caplog.records) == 1
 
 
-def test_a_recording_that_just_fits_is_complete(path: Path, small: bytes) -> None:
+def test_recording_of_exactly_the_size_limit_is_complete(path: Path, small: bytes) -> None:
     def record(bytes_max: int) -> Journal:
         with Journal(path, about={"who": "tests"}, bytes_max=bytes_max) as journal:
             journal(Started(0.5, "me", 1, 2**64 - 1))
@@ -525,7 +525,7 @@ asyncio.run(main(sys.argv[1]))
 
 
 @pytest.mark.parametrize("lines", [1, 50, 400])
-def test_a_killed_process_loses_at_most_its_last_turn(path: Path, lines: int) -> None:
+def test_killed_process_loses_at_most_its_last_turn(path: Path, lines: int) -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
     with child:
         assert child.stdout is not None

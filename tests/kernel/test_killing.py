@@ -36,20 +36,20 @@ AGAIN = RestartPolicy(restarts_max=10, backoff_seconds=0.0)
 PLACES = pytest.mark.parametrize("place", [InLoop(), OnThread(), InProcess()], ids=["loop", "thread", "process"])
 
 
-class Heard:
+class Received:
     """The sink of the placed players, in the loop."""
 
     def __init__(self) -> None:
         self.notes: list[int] = []
 
-    def part(self) -> ActorSpec[placed.Heard]:
+    def part(self) -> ActorSpec[placed.Received]:
         return ActorSpec(placed.SINK, lambda _: self._actor())
 
-    def _actor(self) -> Actor[placed.Heard]:
+    def _actor(self) -> Actor[placed.Received]:
         notes = self.notes
 
-        class Sink(Actor[placed.Heard]):
-            def handle(self, message: placed.Heard) -> None:
+        class Sink(Actor[placed.Received]):
+            def handle(self, message: placed.Received) -> None:
                 if isinstance(message, placed.Note):
                     notes.append(message.number)
 
@@ -58,20 +58,20 @@ class Heard:
 
 @PLACES
 @on_each_loop
-async def test_a_killed_life_is_a_crash_like_any_other_and_refs_stay_valid(place: Placement) -> None:
-    heard = Heard()
+async def test_kill_is_a_crash_and_refs_stay_valid(place: Placement) -> None:
+    received = Received()
     crashes: list[ActorCrashed] = []
-    cast = [heard.part(), ActorSpec(placed.PLAYER, placed.player, AGAIN, place)]
+    cast = [received.part(), ActorSpec(placed.PLACED, placed.build_placed, AGAIN, place)]
     async with System(cast, on_crash=crashes.append) as system:
-        ref = system.find(placed.PLAYER)
+        ref = system.find(placed.PLACED)
         ref.tell(placed.Note(1))
-        await until(lambda: heard.notes == [1])
-        system.kill(placed.PLAYER, "the test says so")
-        system.kill(placed.PLAYER, "twice is no more than once")
+        await until(lambda: received.notes == [1])
+        system.kill(placed.PLACED, "the test says so")
+        system.kill(placed.PLACED, "twice is no more than once")
         await until(lambda: len(crashes) == 1)
         ref.tell(placed.Note(2))
-        await until(lambda: heard.notes == [1, 2])
-    assert [crash.actor for crash in crashes] == ["player"]
+        await until(lambda: received.notes == [1, 2])
+    assert [crash.actor for crash in crashes] == ["placed"]
     assert "it was killed: the test says so" in str(crashes[0])
     assert (crashes[0].cause, crashes[0].killed_by) == (ExitCause.KILLED, "")
     assert crashes[0].message is None
@@ -79,30 +79,32 @@ async def test_a_killed_life_is_a_crash_like_any_other_and_refs_stay_valid(place
 
 @on_each_loop
 async def test_a_process_whose_handler_never_returns_is_killed() -> None:
-    heard = Heard()
+    received = Received()
     crashes: list[ActorCrashed] = []
-    cast = [heard.part(), ActorSpec(placed.PLAYER, placed.player, AGAIN, InProcess())]
+    cast = [received.part(), ActorSpec(placed.PLACED, placed.build_placed, AGAIN, InProcess())]
     async with System(cast, on_crash=crashes.append) as system:
-        ref = system.find(placed.PLAYER)
+        ref = system.find(placed.PLACED)
         answer = await ask(ref, partial(placed.Do, "who", 0, ""), 30)
         os.kill(answer.number, signal.SIGSTOP)
         ref.tell(placed.Note(1))
-        system.kill(placed.PLAYER, "it does not answer")
+        system.kill(placed.PLACED, "it does not answer")
         await until(lambda: len(crashes) == 1)
         ref.tell(placed.Note(2))
-        await until(lambda: 2 in heard.notes)
+        await until(lambda: 2 in received.notes)
     assert "it does not answer" in str(crashes[0])
 
 
 @on_each_loop
-async def test_who_is_not_alive_cannot_be_killed_nor_who_is_not_there() -> None:
-    heard = Heard()
+async def test_kill_of_an_absent_or_restarting_actor_is_ignored() -> None:
+    received = Received()
     slow = RestartPolicy(restarts_max=1, backoff_seconds=60.0, backoff_max_seconds=60.0)
     crashes: list[ActorCrashed] = []
-    async with System([heard.part(), ActorSpec(placed.PLAYER, placed.player, slow)], on_crash=crashes.append) as system:
-        system.kill(placed.PLAYER, "once")
+    async with System(
+        [received.part(), ActorSpec(placed.PLACED, placed.build_placed, slow)], on_crash=crashes.append
+    ) as system:
+        system.kill(placed.PLACED, "once")
         await until(lambda: len(crashes) == 1)
-        system.kill(placed.PLAYER, "between two lives")
+        system.kill(placed.PLACED, "between two lives")
         system.kill(placed.OTHER, "nobody")
         await asyncio.sleep(0)
     assert len(crashes) == 1
@@ -120,57 +122,57 @@ class Killer(Actor[Kill]):
         self._context = context
 
     def handle(self, message: Kill) -> None:
-        self._context.kill(placed.PLAYER, "by the killer")
+        self._context.kill(placed.PLACED, "by the killer")
         self._context.kill(KILLER, "by itself")
 
 
 @on_each_loop
-async def test_an_actor_kills_another_and_itself() -> None:
-    heard = Heard()
+async def test_actor_kills_another_and_itself() -> None:
+    received = Received()
     crashes: list[ActorCrashed] = []
-    cast = [heard.part(), ActorSpec(placed.PLAYER, placed.player, AGAIN), ActorSpec(KILLER, Killer, AGAIN)]
+    cast = [received.part(), ActorSpec(placed.PLACED, placed.build_placed, AGAIN), ActorSpec(KILLER, Killer, AGAIN)]
     async with System(cast, on_crash=crashes.append) as system:
         system.find(KILLER).tell(Kill())
         await until(lambda: len(crashes) == 2)
-    assert sorted(crash.actor for crash in crashes) == ["killer", "player"]
+    assert sorted(crash.actor for crash in crashes) == ["killer", "placed"]
 
 
-def test_in_a_simulation_too() -> None:
+def test_simulated_actor_kills_another_and_itself() -> None:
     crashes: list[ActorCrashed] = []
-    heard = Heard()
-    cast = [heard.part(), ActorSpec(placed.PLAYER, placed.player, AGAIN), ActorSpec(KILLER, Killer, AGAIN)]
+    received = Received()
+    cast = [received.part(), ActorSpec(placed.PLACED, placed.build_placed, AGAIN), ActorSpec(KILLER, Killer, AGAIN)]
     simulation = Simulation(cast, 1, on_crash=crashes.append)
     simulation.find(KILLER).tell(Kill())
     simulation.run()
-    simulation.find(placed.PLAYER).tell(placed.Note(3))
+    simulation.find(placed.PLACED).tell(placed.Note(3))
     simulation.run()
-    assert sorted(crash.actor for crash in crashes) == ["killer", "player"]
-    assert heard.notes == [3]
+    assert sorted(crash.actor for crash in crashes) == ["killer", "placed"]
+    assert received.notes == [3]
 
 
 @PLACES
 @on_each_loop
-async def test_a_crash_is_told_with_the_message_in_hand(place: Placement) -> None:
-    heard = Heard()
+async def test_crash_is_reported_with_the_message_in_hand(place: Placement) -> None:
+    received = Received()
     crashes: list[ActorCrashed] = []
-    cast = [heard.part(), ActorSpec(placed.PLAYER, placed.player, AGAIN, place)]
+    cast = [received.part(), ActorSpec(placed.PLACED, placed.build_placed, AGAIN, place)]
     async with System(cast, on_crash=crashes.append) as system:
-        ref = system.find(placed.PLAYER)
+        ref = system.find(placed.PLACED)
         ref.tell(placed.Note(1))
         bad = placed.Do("raise", text="a bad message")
         ref.tell(bad)
         ref.tell(placed.Note(2))
-        await until(lambda: heard.notes == [1, 2])
-    assert [(crash.actor, crash.message_type, crash.message) for crash in crashes] == [("player", "Do", bad)]
+        await until(lambda: received.notes == [1, 2])
+    assert [(crash.actor, crash.message_type, crash.message) for crash in crashes] == [("placed", "Do", bad)]
 
 
-def test_a_simulation_tells_the_message_in_hand() -> None:
+def test_simulated_crash_is_reported_with_the_message_in_hand() -> None:
     crashes: list[ActorCrashed] = []
     simulation = Simulation(
-        [Heard().part(), ActorSpec(placed.PLAYER, placed.player, AGAIN)], 1, on_crash=crashes.append
+        [Received().part(), ActorSpec(placed.PLACED, placed.build_placed, AGAIN)], 1, on_crash=crashes.append
     )
     bad = placed.Do("raise", text="a bad message")
-    simulation.find(placed.PLAYER).tell(bad)
+    simulation.find(placed.PLACED).tell(bad)
     simulation.run()
     assert [crash.message for crash in crashes] == [bad]
 
@@ -187,7 +189,7 @@ class Holder(Actor[placed.Note]):
 
 
 @on_each_loop
-async def test_what_a_crashed_actor_held_is_free_before_the_next_life_begins() -> None:
+async def test_crashed_actor_is_released_before_its_next_life_starts() -> None:
     held: list[weakref.ref[Holder]] = []
     alive: list[int] = []
 

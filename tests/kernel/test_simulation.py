@@ -75,28 +75,28 @@ class Letter(msgspec.Struct, frozen=True, tag=True):
 
 
 Messages: TypeAlias = Note | Urgent | Question | Parcel | Letter | Terminated
-Play: TypeAlias = Callable[["Player", object], None]
+Reaction: TypeAlias = Callable[["LoggingActor", object], None]
 
 
-class Player(Actor[Messages]):
+class LoggingActor(Actor[Messages]):
     """Writes down all that happens to it, and does what the test wants done."""
 
-    def __init__(self, name: str, diary: list[str], play: Play | None, context: Context[Messages]) -> None:
-        self.name, self.diary, self.context, self.play = name, diary, context, play
-        diary.append(f"{name} built")
+    def __init__(self, name: str, log: list[str], react: Reaction | None, context: Context[Messages]) -> None:
+        self.name, self.log, self.context, self.react = name, log, context, react
+        log.append(f"{name} built")
 
     def started(self) -> None:
-        self.diary.append(f"{self.name} started")
-        if self.play is not None:
-            self.play(self, None)
+        self.log.append(f"{self.name} started")
+        if self.react is not None:
+            self.react(self, None)
 
     def handle(self, message: Messages) -> None:
-        self.diary.append(f"{self.name} {getattr(message, 'number', type(message).__name__)}")
-        if self.play is not None:
-            self.play(self, message)
+        self.log.append(f"{self.name} {getattr(message, 'number', type(message).__name__)}")
+        if self.react is not None:
+            self.react(self, message)
 
     def stopped(self) -> None:
-        self.diary.append(f"{self.name} stopped")
+        self.log.append(f"{self.name} stopped")
 
 
 def role(name: str, capacity: int = 1000) -> Role[Messages]:
@@ -104,39 +104,39 @@ def role(name: str, capacity: int = 1000) -> Role[Messages]:
 
 
 @dataclass
-class Troupe:
+class SimulationHarness:
     """Parts in the making, and what becomes of them."""
 
-    diary: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
     parts: list[ActorSpec[Messages]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
     def add(
         self,
         name: str,
-        play: Play | None = None,
+        react: Reaction | None = None,
         restart_policy: RestartPolicy | None = None,
         placement: Placement | None = None,
         capacity: int = 1000,
-    ) -> Troupe:
-        self.parts.append(self.part(name, play, restart_policy or RestartPolicy(), placement or InLoop(), capacity))
+    ) -> SimulationHarness:
+        self.parts.append(self.part(name, react, restart_policy or RestartPolicy(), placement or InLoop(), capacity))
         return self
 
     def part(
         self,
         name: str,
-        play: Play | None = None,
+        react: Reaction | None = None,
         restart_policy: RestartPolicy = RestartPolicy(),  # noqa: B008  # frozen
         placement: Placement = InLoop(),  # noqa: B008  # frozen
         capacity: int = 1000,
     ) -> ActorSpec[Messages]:
-        return ActorSpec(role(name, capacity), partial(Player, name, self.diary, play), restart_policy, placement)
+        return ActorSpec(role(name, capacity), partial(LoggingActor, name, self.log, react), restart_policy, placement)
 
     def open(self, seed: int = 0, faults: Faults = Faults()) -> Simulation:  # noqa: B008  # frozen
         return Simulation(self.parts, seed, tap=self.events.append, faults=faults)
 
     def lines(self, name: str) -> list[str]:
-        return [line.removeprefix(f"{name} ") for line in self.diary if line.startswith(f"{name} ")]
+        return [line.removeprefix(f"{name} ") for line in self.log if line.startswith(f"{name} ")]
 
     def numbers(self, name: str) -> list[int]:
         return [int(line) for line in self.lines(name) if line.isdigit()]
@@ -147,25 +147,25 @@ def tell_all(simulation: Simulation, name: str, count: int) -> None:
         simulation.find(role(name)).tell(Note(number))
 
 
-def crash_on(number: int) -> Play:
-    def play(_player: Player, message: object) -> None:
+def crash_on(number: int) -> Reaction:
+    def react(_player: LoggingActor, message: object) -> None:
         if isinstance(message, Note) and message.number == number:
             raise RuntimeError("as planned")
 
-    return play
+    return react
 
 
 # One seed, one history.
 
 
-def test_a_seed_gives_one_history_and_another_seed_another() -> None:
+def test_seed_determines_the_history() -> None:
     texts = [run_history(seed, record=True)[0].history for seed in (3, 3, 4)]
     assert len(texts[0]) > 1000
     assert texts[0] == texts[1]
     assert texts[0] != texts[2]
 
 
-def test_a_history_is_the_same_in_a_fresh_interpreter_with_other_hashes() -> None:
+def test_history_is_the_same_in_a_fresh_interpreter_with_other_hashes() -> None:
     def digest(seed: int) -> str:
         return hashlib.sha256(run_history(seed, record=True)[0].history).hexdigest()
 
@@ -186,9 +186,9 @@ def test_a_history_is_the_same_in_a_fresh_interpreter_with_other_hashes() -> Non
         assert done.stdout.split() == [digest(seed) for seed in range(5)]
 
 
-def test_a_history_holds_what_can_be_encoded_and_the_type_of_all_else() -> None:
+def test_history_holds_encodable_messages_and_the_types_of_others() -> None:
     stranger: Recorder[Note] = Recorder()
-    simulation = Troupe().add("actor").open()
+    simulation = SimulationHarness().add("actor").open()
     for message in (Question(stranger), Question(simulation.find(role("actor"))), Parcel(object()), Parcel(2**100)):
         simulation.find(role("actor")).tell(message)
     simulation.run()
@@ -204,23 +204,23 @@ def test_a_history_holds_what_can_be_encoded_and_the_type_of_all_else() -> None:
     ]
 
 
-def test_a_history_does_not_say_where_in_memory_anything_was() -> None:
+def test_history_contains_no_memory_addresses() -> None:
     objects: list[object] = []  # all stay alive, so that each has a place of its own
 
     def place() -> str:
         objects.append(object())
         return repr(objects[-1])
 
-    def break_down(_player: Player, message: object) -> None:
+    def break_down(_player: LoggingActor, message: object) -> None:
         if isinstance(message, Note):
             raise LookupError(f"no {place()}, nor {place()}")
 
-    def watch(player: Player, message: object) -> None:
+    def watch(actor: LoggingActor, message: object) -> None:
         if message is None:
-            player.context.watch(role("actor"))
+            actor.context.watch(role("actor"))
 
     def history() -> bytes:
-        simulation = Troupe().add("actor", break_down, MANY).add("watcher", watch).open()
+        simulation = SimulationHarness().add("actor", break_down, MANY).add("watcher", watch).open()
         simulation.run()
         simulation.find(role("actor")).tell(Note(0))
         for told in (Letter(place()), Parcel({place(): {place()}})):
@@ -235,8 +235,8 @@ def test_a_history_does_not_say_where_in_memory_anything_was() -> None:
     assert first.count(b"<object object at 0x>") == 7
 
 
-def test_nothing_is_recorded_where_nobody_wants_it() -> None:
-    simulation = Simulation(Troupe().add("actor").parts, 0, record=False)
+def test_nothing_is_recorded_without_record() -> None:
+    simulation = Simulation(SimulationHarness().add("actor").parts, 0, record=False)
     tell_all(simulation, "actor", 3)
     simulation.run()
     assert simulation.history == b""
@@ -250,7 +250,7 @@ def test_histories_lose_no_more_than_promised() -> None:
     for_each_seed(range(HISTORIES), run_history)
 
 
-def test_histories_have_all_that_can_happen() -> None:
+def test_histories_contain_every_kind_of_event() -> None:
     """Else the one above would say little."""
     kinds: set[str] = set()
     lost = refused = failures = 0
@@ -354,17 +354,17 @@ def test_a_failing_trial_names_its_seed() -> None:
 # Time.
 
 
-def test_time_stands_still_and_jumps() -> None:
+def test_virtual_time_stops_in_handlers_and_jumps_to_the_next_timer() -> None:
     seen: list[tuple[float, object]] = []
 
-    def play(player: Player, message: object) -> None:
-        seen.append((player.context.clock.now(), message))
+    def react(actor: LoggingActor, message: object) -> None:
+        seen.append((actor.context.clock.now(), message))
         if message is None:
-            player.context.after(2.5, Note(2))
-            player.context.after(0.5, Note(1))
-            player.context.after(1.0, Note(0)).cancel()
+            actor.context.after(2.5, Note(2))
+            actor.context.after(0.5, Note(1))
+            actor.context.after(1.0, Note(0)).cancel()
 
-    simulation = Troupe().add("actor", play).open()
+    simulation = SimulationHarness().add("actor", react).open()
     simulation.at(7.0, partial(simulation.find(role("actor")).tell, Note(4)))
     simulation.at(7.0, partial(simulation.find(role("actor")).tell, Note(5)))
     simulation.run(until_seconds=7.0 - 1e-9)
@@ -377,23 +377,23 @@ def test_time_stands_still_and_jumps() -> None:
 
 
 def test_timers_end_with_the_life_that_set_them() -> None:
-    def play(player: Player, message: object) -> None:
-        if message is None and player.diary.count("actor built") == 1:
-            player.context.after(5.0, Note(9))
-        crash_on(0)(player, message)
+    def react(actor: LoggingActor, message: object) -> None:
+        if message is None and actor.log.count("actor built") == 1:
+            actor.context.after(5.0, Note(9))
+        crash_on(0)(actor, message)
 
-    troupe = Troupe().add("actor", play, MANY)
-    simulation = troupe.open()
+    harness = SimulationHarness().add("actor", react, MANY)
+    simulation = harness.open()
     tell_all(simulation, "actor", 2)
     simulation.run()
-    assert troupe.lines("actor") == ["built", "started", "0", "built", "started", "1"]
+    assert harness.lines("actor") == ["built", "started", "0", "built", "started", "1"]
 
 
-def test_whoever_never_rests_is_told_so() -> None:
-    def play(player: Player, message: object) -> None:
-        player.context.after(1.0, Note(0))
+def test_actor_that_never_rests_is_reported() -> None:
+    def react(actor: LoggingActor, message: object) -> None:
+        actor.context.after(1.0, Note(0))
 
-    simulation = Troupe().add("actor", play).open()
+    simulation = SimulationHarness().add("actor", react).open()
     with pytest.raises(SimulationError, match="not at rest after 1000 steps"):
         simulation.run(steps_max=1000)
     simulation.stop()
@@ -403,11 +403,11 @@ def test_whoever_never_rests_is_told_so() -> None:
 # Workers.
 
 
-def _working(player: Player, message: object) -> None:
-    worker = player.context.worker("work")
+def _working(actor: LoggingActor, message: object) -> None:
+    worker = actor.context.worker("work")
 
     def work(number: int) -> int:
-        player.diary.append(f"work {number}")
+        actor.log.append(f"work {number}")
         if number == 2:
             raise ValueError
         return number
@@ -417,39 +417,39 @@ def _working(player: Player, message: object) -> None:
             worker.submit(partial(work, number), done=lambda n: Note(10 + n), failed=lambda _: Note(99))
 
 
-def test_a_worker_does_its_jobs_in_order_at_drawn_moments() -> None:
+def test_worker_runs_jobs_in_order_at_drawn_times() -> None:
     orders = set()
     for seed in range(10):
-        troupe = Troupe().add("actor", _working)
-        simulation = troupe.open(seed)
+        harness = SimulationHarness().add("actor", _working)
+        simulation = harness.open(seed)
         tell_all(simulation, "actor", 1)
         simulation.run()
-        assert troupe.lines("work") == ["0", "1", "2", "3"]
-        assert [n for n in troupe.numbers("actor") if n >= 10] == [10, 11, 99, 13]
-        orders.add(tuple(troupe.diary))
+        assert harness.lines("work") == ["0", "1", "2", "3"]
+        assert [n for n in harness.numbers("actor") if n >= 10] == [10, 11, 99, 13]
+        orders.add(tuple(harness.log))
     assert len(orders) > 3
 
 
-def test_a_worker_that_outlives_its_actor_tells_nobody() -> None:
-    def play(player: Player, message: object) -> None:
-        _working(player, message)
-        crash_on(0)(player, message)
+def test_worker_that_outlives_its_actor_posts_nothing() -> None:
+    def react(actor: LoggingActor, message: object) -> None:
+        _working(actor, message)
+        crash_on(0)(actor, message)
 
     counts = set()
     for seed in range(30):
-        troupe = Troupe().add("actor", play, MANY)
-        simulation = troupe.open(seed)
+        harness = SimulationHarness().add("actor", react, MANY)
+        simulation = harness.open(seed)
         tell_all(simulation, "actor", 1)
         simulation.run()
-        crash = troupe.lines("actor").index("0")
+        crash = harness.lines("actor").index("0")
         # Whatever the first life posted and did not hear itself, the second never hears.
-        assert [n for n in map(int, filter(str.isdigit, troupe.lines("actor")[crash + 1 :])) if n >= 10] == [
+        assert [n for n in map(int, filter(str.isdigit, harness.lines("actor")[crash + 1 :])) if n >= 10] == [
             10,
             11,
             99,
             13,
         ]
-        counts.add(len(troupe.lines("work")))
+        counts.add(len(harness.lines("work")))
     assert min(counts) == 4
     assert max(counts) > 5, "some jobs were done for the first life"
 
@@ -466,54 +466,59 @@ def test_a_worker_that_outlives_its_actor_tells_nobody() -> None:
     ],
 )
 @pytest.mark.parametrize("placement", [InLoop(), OnThread(), InProcess()])
-def test_who_restarts_with_whom(strategy: Strategy, leaving: list[str], built: list[str], placement: Placement) -> None:
+def test_strategy_selects_the_actors_that_restart(
+    strategy: Strategy, leaving: list[str], built: list[str], placement: Placement
+) -> None:
     for seed in range(10):
-        troupe = Troupe()
+        harness = SimulationHarness()
         for name in "abcd":
             restart_policy = (
                 RestartPolicy(5, strategy=strategy, backoff_seconds=1.0) if name == "b" else RestartPolicy()
             )
-            troupe.add(name, crash_on(1), restart_policy, placement)
-        simulation = troupe.open(seed)
+            harness.add(name, crash_on(1), restart_policy, placement)
+        simulation = harness.open(seed)
         simulation.run()
-        del troupe.diary[:], troupe.events[:]
+        del harness.log[:], harness.events[:]
         tell_all(simulation, "b", 4)
         simulation.run()
         assert simulation.failure is None
-        assert troupe.numbers("b") == [0, 1, 2, 3], "what waits survives"
-        assert [line[0] for line in troupe.diary if line.endswith("stopped")] == leaving
-        assert [line[0] for line in troupe.diary if line.endswith("built")] == built
-        ended = [event for event in troupe.events if isinstance(event, Ended)]
+        assert harness.numbers("b") == [0, 1, 2, 3], "what waits survives"
+        assert [line[0] for line in harness.log if line.endswith("stopped")] == leaving
+        assert [line[0] for line in harness.log if line.endswith("built")] == built
+        ended = [event for event in harness.events if isinstance(event, Ended)]
         assert [event.actor for event in ended] == ["b", *leaving]
-        begun = [event for event in troupe.events if isinstance(event, Started)]
+        begun = [event for event in harness.events if isinstance(event, Started)]
         assert [event.actor for event in begun] == built
         assert 0.5 <= begun[0].seconds - ended[0].seconds <= 1.0, "after the back-off"
 
 
 def test_a_crash_beyond_the_restart_policy_ends_everything() -> None:
-    troupe = (
-        Troupe().add("sink").add("actor", crash_on(2), RestartPolicy(restarts_max=1, backoff_seconds=0.0)).add("source")
+    harness = (
+        SimulationHarness()
+        .add("sink")
+        .add("actor", crash_on(2), RestartPolicy(restarts_max=1, backoff_seconds=0.0))
+        .add("source")
     )
-    simulation = troupe.open()
+    simulation = harness.open()
     for number in (0, 2, 1, 2, 3):
         simulation.find(role("actor")).tell(Note(number))
     simulation.run()
     assert isinstance(simulation.failure, ActorCrashed)
     assert simulation.failure.actor == "actor"
     assert str(simulation.failure.__cause__) == "as planned"
-    assert troupe.numbers("actor") == [0, 2, 1, 2]
-    assert [line for line in troupe.diary if line.endswith("stopped")] == ["source stopped", "sink stopped"]
+    assert harness.numbers("actor") == [0, 2, 1, 2]
+    assert [line for line in harness.log if line.endswith("stopped")] == ["source stopped", "sink stopped"]
     assert simulation.statistics()["actor"].dropped == 1
     simulation.find(role("sink")).tell(Note(0))
     simulation.run()
     assert simulation.statistics()["sink"].dropped == 1
 
 
-def test_a_constructor_that_crashes_again_claims_those_not_yet_built() -> None:
+def test_constructor_that_crashes_again_restarts_the_whole_group() -> None:
     """Everybody restarts with the sink, also when the sink's second life fails while the others wait for theirs."""
     built: list[str] = []
 
-    class Fragile(Player):
+    class Fragile(LoggingActor):
         def __init__(self, name: str, context: Context[Messages]) -> None:
             super().__init__(name, [], crash_on(0), context)
             built.append(name)
@@ -530,31 +535,31 @@ def test_a_constructor_that_crashes_again_claims_those_not_yet_built() -> None:
         assert built == ["sink", "source", "sink", "sink", "source"]
 
 
-def test_who_watches_hears_the_end_after_all_that_came_before() -> None:
-    def play(player: Player, message: object) -> None:
-        sink = player.context.find(role("sink"))
+def test_watcher_receives_terminated_after_all_earlier_messages() -> None:
+    def react(actor: LoggingActor, message: object) -> None:
+        sink = actor.context.find(role("sink"))
         if isinstance(message, Note):
             for number in range(5):
                 sink.tell(Note(10 * message.number + number))
             raise RuntimeError
 
     for seed in range(20):
-        heard: list[object] = []
+        received: list[object] = []
 
-        def listen(player: Player, message: object, heard: list[object] = heard) -> None:
-            heard.append(message)
+        def listen(actor: LoggingActor, message: object, received: list[object] = received) -> None:
+            received.append(message)
             if message is None:
-                player.context.watch(role("actor"))
+                actor.context.watch(role("actor"))
 
-        troupe = Troupe().add("sink", listen).add("actor", play, MANY)
-        simulation = troupe.open(seed, Faults(delay_seconds_max=1.0))
+        harness = SimulationHarness().add("sink", listen).add("actor", react, MANY)
+        simulation = harness.open(seed, Faults(delay_seconds_max=1.0))
         simulation.run()
         tell_all(simulation, "actor", 2)
         simulation.run()
-        ends = [message for message in heard if isinstance(message, Terminated)]
+        ends = [message for message in received if isinstance(message, Terminated)]
         assert [(end.actor, end.is_restarting) for end in ends] == [("actor", True)] * 2
         notes = [Note(number) for number in range(5)], [Note(10 + number) for number in range(5)]
-        assert heard == [None, *notes[0], ends[0], *notes[1], ends[1]]
+        assert received == [None, *notes[0], ends[0], *notes[1], ends[1]]
 
 
 def test_watching_takes_a_protocol() -> None:
@@ -563,57 +568,57 @@ def test_watching_takes_a_protocol() -> None:
         raise AssertionError("not reached")
 
     with pytest.raises(ActorCrashed, match="its protocol needs Terminated"):
-        Simulation([*Troupe().add("sink").parts, ActorSpec(Role("actor", Note, 1), build)], 0)
+        Simulation([*SimulationHarness().add("sink").parts, ActorSpec(Role("actor", Note, 1), build)], 0)
 
 
 def test_stopping_drains_sources_first() -> None:
-    def relay(player: Player, message: object) -> None:
+    def relay(actor: LoggingActor, message: object) -> None:
         if isinstance(message, Note):
-            player.context.find(role("sink")).tell(message)
+            actor.context.find(role("sink")).tell(message)
 
     for seed in range(10):
-        troupe = Troupe().add("sink").add("relay", relay).add("source")
-        simulation = troupe.open(seed, Faults(delay_seconds_max=1.0))
+        harness = SimulationHarness().add("sink").add("relay", relay).add("source")
+        simulation = harness.open(seed, Faults(delay_seconds_max=1.0))
         tell_all(simulation, "relay", 20)
         simulation.at(0.0, simulation.stop)
         simulation.run()
-        assert troupe.numbers("sink") == list(range(20))
-        assert [line for line in troupe.diary if line.endswith("stopped")] == [
+        assert harness.numbers("sink") == list(range(20))
+        assert [line for line in harness.log if line.endswith("stopped")] == [
             "source stopped",
             "relay stopped",
             "sink stopped",
         ]
 
 
-def test_actors_come_and_go() -> None:
-    troupe = Troupe()
+def test_actors_are_spawned_and_dismissed() -> None:
+    harness = SimulationHarness()
 
-    def play(player: Player, message: object) -> None:
+    def react(actor: LoggingActor, message: object) -> None:
         if message == Note(1):
-            player.context.spawn(troupe.part("guest")).tell(Note(5))
+            actor.context.spawn(harness.part("guest")).tell(Note(5))
         elif message == Note(2):
-            player.context.dismiss(role("guest"))
-            player.context.find(role("guest")).tell(Note(6))
+            actor.context.dismiss(role("guest"))
+            actor.context.find(role("guest")).tell(Note(6))
 
-    simulation = troupe.add("host", play).open()
+    simulation = harness.add("host", react).open()
     for number in (1, 2):
         simulation.find(role("host")).tell(Note(number))
         simulation.run()
-    assert troupe.lines("guest") == ["built", "started", "5", "stopped"]
+    assert harness.lines("guest") == ["built", "started", "5", "stopped"]
     with pytest.raises(KeyError):
         simulation.find(role("guest"))
-    simulation.spawn(troupe.part("guest", placement=InProcess())).tell(Note(7))
+    simulation.spawn(harness.part("guest", placement=InProcess())).tell(Note(7))
     simulation.run()
-    assert troupe.lines("guest")[4:] == ["built", "started", "7"]
+    assert harness.lines("guest")[4:] == ["built", "started", "7"]
     simulation.stop()
-    assert simulation.spawn(troupe.part("late")).is_stopped
+    assert simulation.spawn(harness.part("late")).is_stopped
 
 
-def test_who_cannot_be_built_is_not_spawned() -> None:
+def test_actor_whose_build_raises_is_not_spawned() -> None:
     def build(_context: Context[Messages]) -> Actor[Messages]:
         raise RuntimeError("no")
 
-    simulation = Troupe().add("host").open()
+    simulation = SimulationHarness().add("host").open()
     with pytest.raises(ActorCrashed):
         simulation.spawn(ActorSpec(role("guest"), build))
     with pytest.raises(KeyError):
@@ -624,12 +629,12 @@ def test_who_cannot_be_built_is_not_spawned() -> None:
     assert simulation.failure is not None, "where it lives elsewhere, it crashes later"
 
 
-def test_who_cannot_be_sent_anything_is_not_spawned() -> None:
-    simulation = Troupe().add("host").open()
+def test_actor_with_an_unsendable_protocol_is_not_spawned() -> None:
+    simulation = SimulationHarness().add("host").open()
     unresolvable = type("Unresolvable", (), {"__annotations__": {"field": "Nowhere"}})
     with pytest.raises(NotSendable, match="Nowhere"):
         simulation.spawn(
-            ActorSpec(Role("guest", unresolvable, 1), partial(Player, "guest", [], None), placement=OnThread())
+            ActorSpec(Role("guest", unresolvable, 1), partial(LoggingActor, "guest", [], None), placement=OnThread())
         )
     with pytest.raises(KeyError):
         simulation.find(role("guest"))
@@ -639,12 +644,12 @@ def test_who_cannot_be_sent_anything_is_not_spawned() -> None:
 
 
 def test_a_dismissed_actor_does_not_come_back() -> None:
-    troupe = Troupe().add("actor", crash_on(0), RestartPolicy(3, backoff_seconds=1.0))
-    simulation = troupe.open()
+    harness = SimulationHarness().add("actor", crash_on(0), RestartPolicy(3, backoff_seconds=1.0))
+    simulation = harness.open()
     tell_all(simulation, "actor", 2)
     simulation.at(0.25, partial(simulation.dismiss, role("actor")))
     simulation.run()
-    assert troupe.lines("actor") == ["built", "started", "0"]
+    assert harness.lines("actor") == ["built", "started", "0"]
     with pytest.raises(KeyError):
         simulation.find(role("actor"))
 
@@ -652,33 +657,33 @@ def test_a_dismissed_actor_does_not_come_back() -> None:
 # Messages on their way.
 
 
-def test_delays_keep_each_senders_order_and_nothing_more() -> None:
-    def play(player: Player, message: object) -> None:
+def test_delays_keep_only_each_senders_order() -> None:
+    def react(actor: LoggingActor, message: object) -> None:
         if message is None:
             for number in range(10):
                 kind = Urgent if number % 3 == 0 else Note
-                player.context.find(role("sink")).tell(kind(number + (100 if player.name == "a" else 0)))
+                actor.context.find(role("sink")).tell(kind(number + (100 if actor.name == "a" else 0)))
 
     mixtures = set()
     for seed in range(20):
-        troupe = Troupe().add("sink").add("a", play).add("b", play)
-        simulation = troupe.open(seed, Faults(delay_seconds_max=1.0))
+        harness = SimulationHarness().add("sink").add("a", react).add("b", react)
+        simulation = harness.open(seed, Faults(delay_seconds_max=1.0))
         simulation.run()
-        numbers = troupe.numbers("sink")
+        numbers = harness.numbers("sink")
         for offset in (0, 100):
             mine = [number - offset for number in numbers if number // 100 == offset // 100]
             assert [number for number in mine if number % 3 == 0] == [0, 3, 6, 9]
             assert [number for number in mine if number % 3] == [1, 2, 4, 5, 7, 8]
         mixtures.add(tuple(numbers))
-        times = {event.seconds for event in troupe.events if isinstance(event, Delivered)}
+        times = {event.seconds for event in harness.events if isinstance(event, Delivered)}
         assert len(times) > 1
         assert max(times) <= 1.0
     assert len(mixtures) == 20
 
 
-def test_what_is_under_way_counts_against_the_capacity() -> None:
+def test_delayed_messages_count_against_the_capacity() -> None:
     for seed in range(10):
-        simulation = Troupe().add("actor", capacity=5).open(seed, Faults(delay_seconds_max=1.0))
+        simulation = SimulationHarness().add("actor", capacity=5).open(seed, Faults(delay_seconds_max=1.0))
         tell_all(simulation, "actor", 5)
         with pytest.raises(MailboxFull):
             simulation.find(role("actor")).tell(Note(5))
@@ -687,29 +692,29 @@ def test_what_is_under_way_counts_against_the_capacity() -> None:
 
 
 @pytest.mark.parametrize("placement", [OnThread(), InProcess()])
-def test_what_cannot_be_sent_is_refused_at_the_sender(placement: Placement) -> None:
-    def play(player: Player, message: object) -> None:
+def test_unsendable_message_is_refused_at_the_sender(placement: Placement) -> None:
+    def react(actor: LoggingActor, message: object) -> None:
         if isinstance(message, Parcel):
-            player.context.find(role("away")).tell(message)
+            actor.context.find(role("away")).tell(message)
 
-    troupe = Troupe().add("away", placement=placement).add("home", play)
-    simulation = troupe.open()
+    harness = SimulationHarness().add("away", placement=placement).add("home", react)
+    simulation = harness.open()
     with pytest.raises(NotSendable, match="object cannot be encoded"):
         simulation.find(role("away")).tell(Parcel(object()))
     simulation.find(role("home")).tell(Parcel(object()))
     simulation.run()
-    assert troupe.numbers("away") == []
+    assert harness.numbers("away") == []
     assert simulation.failure is not None
     assert simulation.failure.actor == "home"
     assert isinstance(simulation.failure.__cause__, NotSendable)
 
 
-def test_what_an_actor_elsewhere_tells_must_be_sendable_too() -> None:
-    def play(player: Player, message: object) -> None:
+def test_unsendable_message_of_a_placed_actor_is_refused() -> None:
+    def react(actor: LoggingActor, message: object) -> None:
         if message is not None:
-            player.context.find(role("home")).tell(Parcel(object()))
+            actor.context.find(role("home")).tell(Parcel(object()))
 
-    simulation = Troupe().add("home").add("away", play, placement=InProcess()).open()
+    simulation = SimulationHarness().add("home").add("away", react, placement=InProcess()).open()
     tell_all(simulation, "away", 1)
     simulation.run()
     assert simulation.failure is not None
@@ -717,7 +722,7 @@ def test_what_an_actor_elsewhere_tells_must_be_sendable_too() -> None:
 
 
 def test_a_message_too_large_is_refused() -> None:
-    simulation = Troupe().add("away", placement=OnThread(message_bytes_max=100)).open()
+    simulation = SimulationHarness().add("away", placement=OnThread(message_bytes_max=100)).open()
     simulation.find(role("away")).tell(Letter("x" * 50))
     with pytest.raises(MessageTooLarge):
         simulation.find(role("away")).tell(Letter("x" * 100))
@@ -726,7 +731,7 @@ def test_a_message_too_large_is_refused() -> None:
 def test_addresses_cross_and_copies_arrive() -> None:
     questions: list[Question] = []
 
-    def play(player: Player, message: object) -> None:
+    def react(actor: LoggingActor, message: object) -> None:
         if isinstance(message, Question):
             questions.append(message)
             message.reply_to.tell(Note(7))
@@ -734,96 +739,96 @@ def test_addresses_cross_and_copies_arrive() -> None:
                 message.reply_to.tell(Urgent(8))
 
     stranger: Recorder[Note] = Recorder()
-    troupe = Troupe().add("home").add("away", play, placement=InProcess())
-    simulation = troupe.open()
+    harness = SimulationHarness().add("home").add("away", react, placement=InProcess())
+    simulation = harness.open()
     asked = [Question(simulation.find(role("home"))), Question(stranger)]
     for question in asked:
         simulation.find(role("away")).tell(question)
     simulation.run()
-    assert troupe.numbers("home") == [7]
+    assert harness.numbers("home") == [7]
     assert stranger.messages == [Note(7)]
     assert not any(question is copy for question, copy in zip(asked, questions, strict=True))
     assert "does not accept Urgent" in str(simulation.failure), "its type says that it takes notes"
 
 
-def test_what_an_actor_elsewhere_tells_itself_dies_with_it() -> None:
-    def play(player: Player, message: object) -> None:
+def test_messages_of_a_placed_actor_to_itself_end_with_its_life() -> None:
+    def react(actor: LoggingActor, message: object) -> None:
         if message == Note(0):
-            player.context.ref.tell(Note(10))
+            actor.context.ref.tell(Note(10))
             raise RuntimeError
 
     for placement, numbers in ((InLoop(), [0, 1, 10]), (InProcess(), [0, 1])):
-        troupe = Troupe().add("actor", play, MANY, placement)
-        simulation = troupe.open()
+        harness = SimulationHarness().add("actor", react, MANY, placement)
+        simulation = harness.open()
         tell_all(simulation, "actor", 2)
         simulation.run()
-        assert troupe.numbers("actor") == numbers
+        assert harness.numbers("actor") == numbers
 
 
 # Faults.
 
 
-def test_a_crash_strikes_before_within_or_after_a_handler() -> None:
-    def play(player: Player, message: object) -> None:
+def test_injected_crash_comes_before_within_or_after_a_handler() -> None:
+    def react(actor: LoggingActor, message: object) -> None:
         if isinstance(message, Note):
             for number in range(3):
-                player.context.find(role("sink")).tell(Note(number))
-            player.diary.append("actor done")
+                actor.context.find(role("sink")).tell(Note(number))
+            actor.log.append("actor done")
 
     stories = set()
     for seed in range(60):
-        troupe = Troupe().add("sink").add("actor", play)
-        simulation = troupe.open(seed, Faults(crash=0.5))
+        harness = SimulationHarness().add("sink").add("actor", react)
+        simulation = harness.open(seed, Faults(crash=0.5))
         tell_all(simulation, "actor", 1)
         simulation.run()
         if simulation.failure is not None and simulation.failure.actor == "actor":
             assert isinstance(simulation.failure.__cause__, SimulatedCrash)
-            told = sum(isinstance(event, Delivered) and event.actor == "sink" for event in troupe.events)
+            told = sum(isinstance(event, Delivered) and event.actor == "sink" for event in harness.events)
             stories.add(
-                (told if simulation.statistics()["sink"].dropped == 0 else -1, tuple(troupe.lines("actor"))[2:])
+                (told if simulation.statistics()["sink"].dropped == 0 else -1, tuple(harness.lines("actor"))[2:])
             )
     lines = {story for _, story in stories}
     assert lines == {(), ("0",), ("0", "done")}
 
 
-def test_a_handler_cannot_go_on_after_a_crash() -> None:
-    def play(player: Player, message: object) -> None:
+def test_handler_cannot_suppress_an_injected_crash() -> None:
+    def react(actor: LoggingActor, message: object) -> None:
         if isinstance(message, Note):
             for _ in range(10):
                 with suppress(Exception):  # as careless code does
-                    player.context.find(role("sink")).tell(Note(0))
+                    actor.context.find(role("sink")).tell(Note(0))
 
-    simulation = Troupe().add("sink").add("actor", play).open(0, Faults(crash=1.0))
+    simulation = SimulationHarness().add("sink").add("actor", react).open(0, Faults(crash=1.0))
     tell_all(simulation, "actor", 1)
     simulation.run()
     assert simulation.failure is not None
     assert isinstance(simulation.failure.__cause__, SimulatedCrash)
 
 
-def test_a_kill_takes_along_what_was_handed_over_and_no_more() -> None:
+def test_kill_loses_only_messages_handed_over() -> None:
     counts = set()
     for seed in range(40):
-        troupe = Troupe().add("away", None, MANY, InProcess()).add("home")
-        simulation = troupe.open(seed, Faults(kill=0.1))
+        harness = SimulationHarness().add("away", None, MANY, InProcess()).add("home")
+        simulation = harness.open(seed, Faults(kill=0.1))
         tell_all(simulation, "away", 200)
         tell_all(simulation, "home", 200)
         simulation.run()
-        assert troupe.numbers("home") == list(range(200)), "only processes are killed"
-        numbers = troupe.numbers("away")
+        assert harness.numbers("home") == list(range(200)), "only processes are killed"
+        numbers = harness.numbers("away")
         assert numbers == sorted(set(numbers))
         gaps = [after - before - 1 for before, after in zip([-1, *numbers], [*numbers, 200], strict=True)]
-        kills = [event for event in troupe.events if isinstance(event, Ended)]
+        kills = [event for event in harness.events if isinstance(event, Ended)]
         assert all((event.cause, event.killed_by) == (ExitCause.SIGNALED, "SIGKILL") for event in kills)
         assert sum(gaps) <= WINDOW * len(kills)
         counts.update(gaps)
     assert max(counts) > WINDOW // 2
 
 
-def test_a_process_that_is_killed_once_loses_no_more_than_the_window() -> None:
+def test_one_kill_loses_at_most_a_window() -> None:
     losses = set()
     for seed in range(200):
-        troupe = Troupe().add("away", None, RestartPolicy(), InProcess())
-        simulation = troupe.open(seed, Faults(kill=1.0))
+        harness = SimulationHarness().add("away", None, RestartPolicy(), InProcess())
+        simulation = harness.open(seed, Faults(kill=1.0))
         tell_all(simulation, "away", 100)
         simulation.run()
         assert simulation.failure is not None
@@ -832,46 +837,46 @@ def test_a_process_that_is_killed_once_loses_no_more_than_the_window() -> None:
     assert (min(losses), max(losses)) == (1, WINDOW)
 
 
-def test_a_kill_may_take_the_last_that_was_told_and_is_still_under_way() -> None:
-    def play(player: Player, message: object) -> None:
+def test_kill_may_lose_the_last_messages_under_way() -> None:
+    def react(actor: LoggingActor, message: object) -> None:
         if isinstance(message, Note):
             for number in range(10):
-                player.context.find(role("sink")).tell(Note(number))
+                actor.context.find(role("sink")).tell(Note(number))
 
     told = set()
     for seed in range(60):
-        troupe = Troupe().add("sink").add("away", play, MANY, InProcess())
-        simulation = troupe.open(seed, Faults(kill=1.0, delay_seconds_max=1.0))
+        harness = SimulationHarness().add("sink").add("away", react, MANY, InProcess())
+        simulation = harness.open(seed, Faults(kill=1.0, delay_seconds_max=1.0))
         tell_all(simulation, "away", 1)
         simulation.run()
-        arrived = troupe.numbers("sink")
+        arrived = harness.numbers("sink")
         assert arrived == list(range(len(arrived)))
         told.add(len(arrived))
     assert {0, 1, 2, 3} < told, "killed early or later, with something under way or nothing"
 
 
 @pytest.mark.parametrize("placement", [InLoop(), OnThread(), InProcess()])
-def test_a_kill_ends_a_life_as_a_crash(placement: Placement) -> None:
-    def play(player: Player, message: object) -> None:
+def test_kill_ends_a_life_as_a_crash(placement: Placement) -> None:
+    def react(actor: LoggingActor, message: object) -> None:
         if message == Note(50):
-            player.context.kill(role("other"), "as planned")
+            actor.context.kill(role("other"), "as planned")
 
     losses, ends = set(), set()
     for seed in range(40):
-        troupe = Troupe().add("other", None, MANY, placement).add("actor", play)
-        simulation = troupe.open(seed)
+        harness = SimulationHarness().add("other", None, MANY, placement).add("actor", react)
+        simulation = harness.open(seed)
         tell_all(simulation, "actor", 100)
         tell_all(simulation, "other", 100)
         simulation.run()
         simulation.kill(role("nobody"), "there is none")
         simulation.stop()
         assert simulation.failure is None
-        numbers = troupe.numbers("other")
+        numbers = harness.numbers("other")
         assert numbers == sorted(set(numbers))
         losses.add(100 - len(numbers))
-        ends.update((event.error, event.cause, event.killed_by) for event in troupe.events if isinstance(event, Ended))
-        assert troupe.lines("other").count("built") == 2
-        assert troupe.lines("other").count("stopped") == 1, "who is killed does not stop in order"
+        ends.update((event.error, event.cause, event.killed_by) for event in harness.events if isinstance(event, Ended))
+        assert harness.lines("other").count("built") == 2
+        assert harness.lines("other").count("stopped") == 1, "who is killed does not stop in order"
     killed = ("actor 'other' died: it was killed: as planned", ExitCause.KILLED, "actor")
     assert ends == {killed, ("", ExitCause.STOPPED, "")}
     if isinstance(placement, InProcess):
@@ -881,18 +886,18 @@ def test_a_kill_ends_a_life_as_a_crash(placement: Placement) -> None:
 
 
 def test_a_kill_beyond_the_restart_policy_ends_everything() -> None:
-    troupe = Troupe().add("actor", lambda player, message: player.context.kill(role("actor"), "as planned"))
-    simulation = troupe.open()
+    harness = SimulationHarness().add("actor", lambda actor, message: actor.context.kill(role("actor"), "as planned"))
+    simulation = harness.open()
     simulation.run()
     assert str(simulation.failure) == "actor 'actor' died: it was killed: as planned"
-    assert troupe.lines("actor") == ["built", "started"]
+    assert harness.lines("actor") == ["built", "started"]
 
 
-def test_what_the_tap_raises_comes_out() -> None:
+def test_error_of_the_tap_is_raised() -> None:
     def tap(event: Event) -> None:
         assert not isinstance(event, Delivered), "seen"
 
-    simulation = Simulation(Troupe().add("actor").parts, 0, tap=tap)
+    simulation = Simulation(SimulationHarness().add("actor").parts, 0, tap=tap)
     tell_all(simulation, "actor", 1)
     with pytest.raises(AssertionError, match="seen"):
         simulation.run()

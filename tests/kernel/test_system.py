@@ -28,11 +28,11 @@ from kernel_support import (
     ManualTimer,
     Note,
     Question,
-    Troupe,
+    SystemHarness,
     Urgent,
     crash,
     on_each_loop,
-    player,
+    role_of,
     settle,
     until,
 )
@@ -82,16 +82,16 @@ def role(name: str = "actor", capacity: int = 10_000) -> NoteRole:
     return Role(name, Note | Urgent | Question, capacity, urgent=(Urgent,))
 
 
-class Diary(Actor[Note | Urgent | Question]):
+class LoggingActor(Actor[Note | Urgent | Question]):
     """Writes down all that happens to it, and does what the test wants done with a message."""
 
     def __init__(
-        self, name: str, diary: list[str], react: Callable[[object], None] | None = None, hooks: tuple[str, ...] = ()
+        self, name: str, log: list[str], react: Callable[[object], None] | None = None, hooks: tuple[str, ...] = ()
     ) -> None:
-        self.name, self.diary, self.react, self.hooks = name, diary, react, hooks
+        self.name, self.log, self.react, self.hooks = name, log, react, hooks
 
     def started(self) -> None:
-        self.diary.append(f"{self.name} started")
+        self.log.append(f"{self.name} started")
         if "started" in self.hooks:
             raise RuntimeError("no start")
 
@@ -101,24 +101,26 @@ class Diary(Actor[Note | Urgent | Question]):
         elif isinstance(message, Question):
             message.reply_to.tell(42)
         else:
-            self.diary.append(f"{self.name} {message.number}")
+            self.log.append(f"{self.name} {message.number}")
 
     def stopped(self) -> None:
-        self.diary.append(f"{self.name} stopped")
+        self.log.append(f"{self.name} stopped")
         if "stopped" in self.hooks:
             raise RuntimeError("no stop")
 
 
 def part(
-    playing: NoteRole,
-    diary: list[str],
+    actor_role: NoteRole,
+    log: list[str],
     react: Callable[[Context[object], object], None] | None = None,
     hooks: tuple[str, ...] = (),
 ) -> ActorSpec[Note | Urgent | Question]:
-    def build(context: Context[object]) -> Diary:
-        return Diary(playing.name, diary, None if react is None else lambda message: react(context, message), hooks)
+    def build(context: Context[object]) -> LoggingActor:
+        return LoggingActor(
+            actor_role.name, log, None if react is None else lambda message: react(context, message), hooks
+        )
 
-    return ActorSpec(playing, build)
+    return ActorSpec(actor_role, build)
 
 
 def mailbox(capacity: int = 4) -> tuple[Mailbox, ManualClock]:
@@ -129,7 +131,7 @@ def mailbox(capacity: int = 4) -> tuple[Mailbox, ManualClock]:
 # Mailboxes and addresses.
 
 
-def test_a_mailbox_holds_its_capacity_and_no_more() -> None:
+def test_mailbox_holds_at_most_its_capacity() -> None:
     box, _ = mailbox(capacity=3)
     box.put(Note(0))
     box.put(Urgent(1))
@@ -143,7 +145,7 @@ def test_a_mailbox_holds_its_capacity_and_no_more() -> None:
     assert len(box) == 0
 
 
-def test_what_an_actor_posts_to_itself_is_never_refused_and_counts_against_the_others() -> None:
+def test_own_posts_are_never_refused_and_count_against_the_capacity() -> None:
     box, _ = mailbox(capacity=2)
     for posted in ("anything", 1, Urgent(2)):
         box.post(posted)
@@ -153,7 +155,7 @@ def test_what_an_actor_posts_to_itself_is_never_refused_and_counts_against_the_o
     assert [box.take()[1:] for _ in range(3)] == [(OWN, Urgent(2)), (OWN, "anything"), (OWN, 1)]
 
 
-def test_entries_that_come_back_are_first_in_their_lane_and_count_once() -> None:
+def test_returned_entries_are_first_in_their_lane_and_count_once() -> None:
     box, _ = mailbox(capacity=4)
     for message in (Note(0), Note(1), Urgent(2), Urgent(3)):
         box.put(message)
@@ -165,7 +167,7 @@ def test_entries_that_come_back_are_first_in_their_lane_and_count_once() -> None
     assert [box.take()[2] for _ in range(5)] == [Urgent(2), Urgent(3), Urgent(4), Note(0), Note(1)]
 
 
-def test_a_new_life_finds_what_others_have_said() -> None:
+def test_new_life_keeps_messages_of_others() -> None:
     box, _ = mailbox(capacity=10)
     box.put(Note(0))
     box.post(Note(1))
@@ -227,7 +229,7 @@ def test_a_closed_mailbox_counts_what_it_drops(drop: bool) -> None:
         box.put("still the sender's mistake")  # type: ignore[arg-type]
 
 
-def test_a_mailbox_is_made_with_sense() -> None:
+def test_invalid_mailbox_capacity_is_refused() -> None:
     with pytest.raises(AssertionError, match="at least one message"):
         Role("none", Note, 0)
     with pytest.raises(TypeError, match="urgent must be"):
@@ -235,7 +237,7 @@ def test_a_mailbox_is_made_with_sense() -> None:
 
 
 @on_each_loop
-async def test_one_reader_waits_at_a_time_and_may_give_up() -> None:
+async def test_mailbox_has_one_reader_at_a_time_which_may_be_cancelled() -> None:
     box, _ = mailbox()
     first = asyncio.create_task(box.wait())
     await asyncio.sleep(0)
@@ -254,11 +256,11 @@ async def test_one_reader_waits_at_a_time_and_may_give_up() -> None:
 
 
 @on_each_loop
-async def test_the_sender_hears_of_a_message_that_is_not_accepted() -> None:
-    diary: list[str] = []
-    playing = role()
-    async with System([part(playing, diary)]) as system:
-        ref = system.find(playing)
+async def test_unaccepted_message_raises_at_the_sender() -> None:
+    log: list[str] = []
+    actor_role = role()
+    async with System([part(actor_role, log)]) as system:
+        ref = system.find(actor_role)
         for wrong in ("text", None, SpecialNote(1), Note):
             with pytest.raises(NotAccepted, match="actor does not accept") as caught:
                 ref.tell(wrong)  # type: ignore[arg-type]
@@ -266,31 +268,31 @@ async def test_the_sender_hears_of_a_message_that_is_not_accepted() -> None:
             assert isinstance(caught.value, KernelError)
         ref.tell(Note(1))
         assert repr(ref) == "<Ref actor>"
-    assert diary == ["actor started", "actor 1", "actor stopped"]
+    assert log == ["actor started", "actor 1", "actor stopped"]
 
 
 @on_each_loop
-async def test_the_sender_hears_of_a_full_mailbox() -> None:
-    diary: list[str] = []
-    playing = role(capacity=2)
-    async with System([part(playing, diary)]) as system:
-        ref = system.find(playing)
+async def test_full_mailbox_raises_at_the_sender() -> None:
+    log: list[str] = []
+    actor_role = role(capacity=2)
+    async with System([part(actor_role, log)]) as system:
+        ref = system.find(actor_role)
         ref.tell(Note(0))
         ref.tell(Note(1))
         with pytest.raises(MailboxFull):
             ref.tell(Note(2))
         assert system.statistics()["actor"].length == 2
-    assert diary == ["actor started", "actor 0", "actor 1", "actor stopped"]
+    assert log == ["actor started", "actor 0", "actor 1", "actor stopped"]
 
 
 @on_each_loop
-async def test_ask_gets_the_one_answer_or_gives_up() -> None:
+async def test_ask_returns_the_first_answer_or_times_out() -> None:
     kept: list[Question] = []
-    playing, silent = role("answers"), role("keeps")
-    cast = [part(playing, []), part(silent, [], lambda _, message: kept.append(message))]
+    actor_role, silent = role("answers"), role("keeps")
+    cast = [part(actor_role, []), part(silent, [], lambda _, message: kept.append(message))]
     async with System(cast) as system:
-        assert await ask(system.find(playing), Question, NET_SECONDS) == 42
-        assert await ask(system.find(playing), Question, 0) == 42  # at the last moment, which is in time
+        assert await ask(system.find(actor_role), Question, NET_SECONDS) == 42
+        assert await ask(system.find(actor_role), Question, 0) == 42  # at the last moment, which is in time
         with pytest.raises(AskTimeout, match="keeps") as caught:
             await ask(system.find(silent), Question, 0)
         assert isinstance(caught.value, TimeoutError)
@@ -306,13 +308,13 @@ async def test_ask_gets_the_one_answer_or_gives_up() -> None:
         await asyncio.wait([gone])
         kept[2].reply_to.tell(4)
         assert gone.cancelled()
-    assert system.find(playing).is_stopped
+    assert system.find(actor_role).is_stopped
     with pytest.raises(ActorStopped, match="answers"):
-        await ask(system.find(playing), Question, NET_SECONDS)
+        await ask(system.find(actor_role), Question, NET_SECONDS)
     assert system.statistics()["answers"].dropped == 0  # it was not even told
 
 
-def test_all_that_wait_share_one_timer() -> None:
+def test_asks_share_one_timer() -> None:
     clock, loop = ManualClock(), asyncio.new_event_loop()
     deadlines = AskDeadlines(loop, clock)
     answered = [loop.create_future() for _ in range(1000)]
@@ -347,7 +349,7 @@ def test_all_that_wait_share_one_timer() -> None:
     loop.close()
 
 
-def test_whoever_waits_no_longer_leaves_no_timer_behind() -> None:
+def test_ended_asks_leave_no_timer() -> None:
     clock, loop = ManualClock(), asyncio.new_event_loop()
     deadlines, future = AskDeadlines(loop, clock), loop.create_future()
     deadlines.add(future, 1.0)
@@ -358,7 +360,7 @@ def test_whoever_waits_no_longer_leaves_no_timer_behind() -> None:
     loop.close()
 
 
-def test_many_that_wait_in_vain_are_not_looked_at_all_the_time() -> None:
+def test_unanswered_asks_are_checked_a_bounded_number_of_times() -> None:
     clock, loop = ManualClock(), asyncio.new_event_loop()
     deadlines, looks, call_later = AskDeadlines(loop, clock), list[float](), clock.call_later
     waiting = [loop.create_future() for _ in range(1000)]
@@ -378,7 +380,7 @@ def test_many_that_wait_in_vain_are_not_looked_at_all_the_time() -> None:
 
 
 @on_each_loop
-async def test_asks_time_out_each_in_its_own_time() -> None:
+async def test_each_ask_has_its_own_timeout() -> None:
     kept: list[Question] = []
     silent = role("keeps")
     async with System([part(silent, [], lambda _, message: kept.append(message))]) as system:
@@ -398,19 +400,19 @@ async def test_asks_time_out_each_in_its_own_time() -> None:
 
 
 @on_each_loop
-async def test_whoever_has_no_system_here_can_be_asked_too() -> None:
+async def test_address_without_a_system_here_can_be_asked() -> None:
     """Such as an actor at the other end of a wire, or one that belongs to another loop."""
     other = asyncio.new_event_loop()
     clock = ManualClock()
-    heard: list[Question] = []
+    received: list[Question] = []
     for deadlines in (None, AskDeadlines(other, clock)):
-        ref = Ref("far", heard.append)
+        ref = Ref("far", received.append)
         ref.deadlines = deadlines
         with pytest.raises(AskTimeout, match="far"):
             await ask(ref, Question, 0)
         asking = asyncio.create_task(ask(ref, Question, NET_SECONDS))
         await settle()
-        heard[-1].reply_to.tell(42)
+        received[-1].reply_to.tell(42)
         assert await asking == 42
         assert clock.pending == 0
     other.close()
@@ -420,7 +422,7 @@ async def test_whoever_has_no_system_here_can_be_asked_too() -> None:
 
 
 @on_each_loop
-async def test_an_actor_that_feeds_itself_starves_nobody() -> None:
+async def test_actor_that_feeds_itself_starves_no_other() -> None:
     busy, other = role("busy"), role("other")
     handled = {"busy": 0, "other": 0}
 
@@ -449,51 +451,51 @@ async def test_an_actor_that_feeds_itself_starves_nobody() -> None:
 
 
 @on_each_loop
-async def test_the_cast_starts_at_the_sink_and_stops_at_the_source_with_nothing_lost() -> None:
-    diary: list[str] = []
+async def test_system_starts_at_the_sink_and_stops_at_the_source_with_nothing_lost() -> None:
+    log: list[str] = []
     sink, middle, source = role("sink"), role("middle"), role("source")
 
     def forward(to: NoteRole) -> Callable[[Context[object], object], None]:
         return lambda context, message: context.find(to).tell(message)
 
-    system = System([part(sink, diary), part(middle, diary, forward(sink)), part(source, diary, forward(middle))])
+    system = System([part(sink, log), part(middle, log, forward(sink)), part(source, log, forward(middle))])
     async with system:
-        assert diary == ["sink started", "middle started", "source started"]
+        assert log == ["sink started", "middle started", "source started"]
         for number in range(200):
             system.find(source).tell(Note(number))
     notes = [f"sink {number}" for number in range(200)]
-    assert [line for line in diary if line in notes] == notes
-    assert [line for line in diary if line.endswith("stopped")] == ["source stopped", "middle stopped", "sink stopped"]
+    assert [line for line in log if line in notes] == notes
+    assert [line for line in log if line.endswith("stopped")] == ["source stopped", "middle stopped", "sink stopped"]
     system.find(source).tell(Note(0))
     assert system.statistics()["source"].dropped == 1
 
 
 @on_each_loop
-async def test_drop_forgets_what_waits() -> None:
-    diary: list[str] = []
-    playing = role()
-    system = System([part(playing, diary)])
+async def test_drop_discards_waiting_messages() -> None:
+    log: list[str] = []
+    actor_role = role()
+    system = System([part(actor_role, log)])
     await system.start()
     for number in range(1000):
-        system.find(playing).tell(Note(number))
+        system.find(actor_role).tell(Note(number))
     await system.stop(drop=True)
-    handled = len(diary) - 2
+    handled = len(log) - 2
     assert handled < 1000
     assert handled + system.statistics()["actor"].dropped == 1000
-    assert diary[-1] == "actor stopped"
+    assert log[-1] == "actor stopped"
 
 
 @on_each_loop
-async def test_an_error_in_the_body_drops_and_stops() -> None:
-    diary: list[str] = []
-    playing = role()
+async def test_error_in_the_body_drops_messages_and_stops() -> None:
+    log: list[str] = []
+    actor_role = role()
     with pytest.raises(ZeroDivisionError):
-        async with System([part(playing, diary)]) as system:
+        async with System([part(actor_role, log)]) as system:
             for number in range(1000):
-                system.find(playing).tell(Note(number))
+                system.find(actor_role).tell(Note(number))
             raise ZeroDivisionError
-    assert len(diary) < 1000
-    assert diary[-1] == "actor stopped"
+    assert len(log) < 1000
+    assert log[-1] == "actor stopped"
 
 
 @on_each_loop
@@ -509,26 +511,26 @@ async def test_stop_is_harmless_before_the_start_and_twice() -> None:
 
 @on_each_loop
 async def test_a_system_is_started_in_one_task_and_stopped_in_another() -> None:
-    diary: list[str] = []
-    system = System([part(role(), diary)])
+    log: list[str] = []
+    system = System([part(role(), log)])
     await asyncio.create_task(system.start())
     system.find(role()).tell(Note(1))
     await asyncio.create_task(system.stop())
-    assert diary == ["actor started", "actor 1", "actor stopped"]
+    assert log == ["actor started", "actor 1", "actor stopped"]
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @on_each_loop
-async def test_several_systems_know_nothing_of_each_other() -> None:
+async def test_several_systems_are_independent() -> None:
     diaries: list[list[str]] = [[], [], []]
-    playing = role()
-    systems = [System([part(playing, diary)]) for diary in diaries]
+    actor_role = role()
+    systems = [System([part(actor_role, log)]) for log in diaries]
     for system in systems:
         await system.start()
     for number, system in enumerate(systems):
-        system.find(playing).tell(Note(number))
+        system.find(actor_role).tell(Note(number))
     await systems[1].stop()
-    systems[0].find(playing).tell(Note(7))
+    systems[0].find(actor_role).tell(Note(7))
     await systems[0].stop()
     await systems[2].stop()
     assert diaries == [
@@ -539,7 +541,7 @@ async def test_several_systems_know_nothing_of_each_other() -> None:
 
 
 @on_each_loop
-async def test_a_cast_has_each_role_once_and_no_others() -> None:
+async def test_duplicate_and_unknown_roles_are_refused() -> None:
     async with System([part(role("one"), [])]) as system:
         with pytest.raises(KeyError):
             system.find(role("two"))
@@ -575,7 +577,7 @@ async def test_the_tap_sees_every_delivery_before_the_actor_does() -> None:
 
 
 @on_each_loop
-async def test_time_and_chance_are_injected() -> None:
+async def test_clock_and_rng_are_injected() -> None:
     async def draws(seed: int) -> list[float]:
         seen: list[float] = []
 
@@ -610,21 +612,21 @@ class _Panic(BaseException):
 
 @pytest.mark.parametrize("error", [ValueError("bad actor"), _Exit("bad actor"), _Panic("bad actor")])
 @on_each_loop
-async def test_a_constructor_that_raises_leaves_nothing(error: BaseException) -> None:
+async def test_raising_constructor_leaves_nothing(error: BaseException) -> None:
     ran: list[str] = []
 
-    def hires(context: Context[object]) -> Diary:
+    def build_actor(context: Context[object]) -> LoggingActor:
         worker = context.worker("w")
         worker.submit(lambda: ran.append("work"), done=lambda _: Note(0), failed=lambda _: Note(0))
-        return Diary("first", [])
+        return LoggingActor("first", [])
 
-    def raises(context: Context[object]) -> Diary:
+    def raises(context: Context[object]) -> LoggingActor:
         context.worker("idle")
         raise error
 
     threads = set(threading.enumerate())
     with pytest.raises(_Exit if isinstance(error, _Exit) else ActorCrashed) as caught:
-        await System([ActorSpec(role("first"), hires), ActorSpec(role("second"), raises)]).start()
+        await System([ActorSpec(role("first"), build_actor), ActorSpec(role("second"), raises)]).start()
     if isinstance(caught.value, ActorCrashed):
         assert (caught.value.actor, caught.value.message_type) == ("second", "construction")
         assert caught.value.__cause__ is error
@@ -633,47 +635,47 @@ async def test_a_constructor_that_raises_leaves_nothing(error: BaseException) ->
 
 
 @on_each_loop
-async def test_a_handler_that_raises_stops_every_actor_and_is_told_once() -> None:
-    diary: list[str] = []
+async def test_raising_handler_stops_every_actor_and_is_reported_once() -> None:
+    log: list[str] = []
     failures: list[ActorCrashed] = []
     good, one, two = role("good"), role("one"), role("two")
 
     def fail(_: Context[object], message: object) -> None:
         raise ValueError(message)
 
-    system = System([part(good, diary), part(one, diary, fail), part(two, diary, fail)], on_failure=failures.append)
+    system = System([part(good, log), part(one, log, fail), part(two, log, fail)], on_failure=failures.append)
     await system.start()
     for number in range(3):
         system.find(one).tell(Note(number))
         system.find(two).tell(Note(number))
-    await until(lambda: "good stopped" in diary)
+    await until(lambda: "good stopped" in log)
     assert [(crash.actor, crash.message_type) for crash in failures] == [("one", "Note")]
     assert isinstance(failures[0].__cause__, ValueError)
     assert failures[0].__cause__.args == (Note(0),)
     system.find(one).tell(Note(9))  # dropped
     await system.stop()
-    assert diary == ["good started", "one started", "two started", "good stopped"]
+    assert log == ["good started", "one started", "two started", "good stopped"]
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.mark.parametrize("hook", ["started", "stopped"])
 @on_each_loop
-async def test_a_hook_that_raises_is_a_crash(hook: str) -> None:
-    diary: list[str] = []
+async def test_raising_hook_is_a_crash(hook: str) -> None:
+    log: list[str] = []
     failures: list[ActorCrashed] = []
-    cast = [part(role("good"), diary), part(role("bad"), diary, hooks=(hook,))]
+    cast = [part(role("good"), log), part(role("bad"), log, hooks=(hook,))]
     with pytest.raises(ActorCrashed) as caught:
         async with System(cast, on_failure=failures.append):
             pass
     assert failures == [caught.value]
     assert (caught.value.actor, caught.value.message_type) == ("bad", hook)
     assert isinstance(caught.value.__cause__, RuntimeError)
-    assert "good stopped" in diary
+    assert "good stopped" in log
 
 
 @pytest.mark.parametrize("error", [_Panic(), asyncio.CancelledError(), GeneratorExit()], ids=repr)
 @on_each_loop
-async def test_whatever_a_handler_raises_is_a_crash(error: BaseException) -> None:
+async def test_any_exception_of_a_handler_is_a_crash(error: BaseException) -> None:
     """Such as the result of a future that was cancelled: it is not this task that was."""
 
     def fail(_: Context[object], message: object) -> None:
@@ -688,12 +690,12 @@ async def test_whatever_a_handler_raises_is_a_crash(error: BaseException) -> Non
 
 
 @on_each_loop
-async def test_an_error_nobody_listens_to_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_error_without_an_observer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def fail(_: Context[object], message: object) -> None:
         raise ValueError("broken actor")
 
-    diary: list[str] = []
-    system = System([part(role(), diary, fail)])
+    log: list[str] = []
+    system = System([part(role(), log, fail)])
     await system.start()
     system.find(role()).tell(Note(0))
     await until(lambda: system.statistics()["actor"].delivered == 1)
@@ -705,12 +707,12 @@ async def test_an_error_nobody_listens_to_is_logged(caplog: pytest.LogCaptureFix
 
 
 @on_each_loop
-async def test_an_observer_that_raises_is_heard_by_whoever_stops() -> None:
+async def test_error_of_an_observer_is_raised_at_the_stop() -> None:
     def fail(_: object) -> None:
         raise LookupError("whom to tell?")
 
-    diary: list[str] = []
-    cast = [part(role("good"), diary), part(role(), diary, lambda _, message: 1 / 0)]
+    log: list[str] = []
+    cast = [part(role("good"), log), part(role(), log, lambda _, message: 1 / 0)]
     system = System(cast, on_failure=fail)
     await system.start()
     system.find(role()).tell(Note(0))
@@ -740,15 +742,15 @@ def test_errors_cross_to_another_process(error: KernelError) -> None:
 # Whoever opens a system may be cancelled at any moment.
 
 
-def _cast_with_workers(diary: list[str]) -> list[ActorSpec[Note | Urgent | Question]]:
-    def hire(name: str) -> Callable[[Context[object]], Diary]:
-        def build(context: Context[object]) -> Diary:
+def _specs_with_workers(log: list[str]) -> list[ActorSpec[Note | Urgent | Question]]:
+    def build_actor(name: str) -> Callable[[Context[object]], LoggingActor]:
+        def build(context: Context[object]) -> LoggingActor:
             context.worker("w")
-            return Diary(name, diary)
+            return LoggingActor(name, log)
 
         return build
 
-    return [ActorSpec(role(name), hire(name)) for name in ("sink", "source")]
+    return [ActorSpec(role(name), build_actor(name)) for name in ("sink", "source")]
 
 
 @pytest.mark.parametrize("cancels", [1, 2])
@@ -759,15 +761,15 @@ async def test_the_opener_may_be_cancelled_at_any_moment(cancels: int) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
     outcomes = set()
     for turns in range(40):
-        diary: list[str] = []
+        log: list[str] = []
 
-        async def use(diary: list[str]) -> None:
-            async with System(_cast_with_workers(diary)) as system:
+        async def use(log: list[str]) -> None:
+            async with System(_specs_with_workers(log)) as system:
                 for number in range(5):
                     system.find(role("source")).tell(Note(number))
                     await asyncio.sleep(0)
 
-        opener = asyncio.create_task(use(diary))
+        opener = asyncio.create_task(use(log))
         for _ in range(turns):
             await asyncio.sleep(0)
         for _ in range(cancels):
@@ -776,28 +778,28 @@ async def test_the_opener_may_be_cancelled_at_any_moment(cancels: int) -> None:
         await asyncio.wait([opener])
         await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
         assert set(threading.enumerate()) == threads
-        assert diary.count("sink started") == diary.count("sink stopped")
-        outcomes.add((opener.cancelled(), "source started" in diary))
+        assert log.count("sink started") == log.count("sink stopped")
+        outcomes.add((opener.cancelled(), "source started" in log))
     assert outcomes >= {(True, False), (True, True), (False, True)}
     assert not unhandled
 
 
 @on_each_loop
 async def test_a_system_stops_before_a_cancelled_scope_around_it_is_left() -> None:
-    diary: list[str] = []
+    log: list[str] = []
     threads = set(threading.enumerate())
     with anyio.CancelScope() as scope:
-        async with System(_cast_with_workers(diary)):
+        async with System(_specs_with_workers(log)):
             scope.cancel()
             await anyio.sleep_forever()
     assert scope.cancelled_caught
-    assert diary[-2:] == ["source stopped", "sink stopped"]
+    assert log[-2:] == ["source stopped", "sink stopped"]
     assert set(threading.enumerate()) == threads
 
 
 @on_each_loop
-async def test_a_system_that_nobody_stops_ends_with_its_loop() -> None:
-    await System(_cast_with_workers([])).start()  # the check is in `on_each_loop`
+async def test_unstopped_system_ends_with_its_loop() -> None:
+    await System(_specs_with_workers([])).start()  # the check is in `on_each_loop`
 
 
 # What an actor is given: timers, time, and who told it.
@@ -805,49 +807,49 @@ async def test_a_system_that_nobody_stops_ends_with_its_loop() -> None:
 
 @on_each_loop
 async def test_a_timer_posts_once_unless_it_is_cancelled() -> None:
-    troupe = Troupe(a=RestartPolicy())
+    harness = SystemHarness(a=RestartPolicy())
     timers: list[Timer] = []
 
     def act(context: Context[object]) -> None:
         for seconds, message in ((2.0, Note(2)), (1.0, Note(1)), (1.0, Urgent(3)), (3.0, Note(4))):
             timers.append(context.after(seconds, message))
 
-    async with troupe.system:
-        troupe.tell("a", Do(act))
-        assert await troupe.pass_time(0.9) == ["a.1 built", "a.1 started"]
-        assert await troupe.pass_time(0.1) == ["a.1 Urgent 3", "a.1 Note 1"]
+    async with harness.system:
+        harness.tell("a", Do(act))
+        assert await harness.pass_time(0.9) == ["a.1 built", "a.1 started"]
+        assert await harness.pass_time(0.1) == ["a.1 Urgent 3", "a.1 Note 1"]
         timers[3].cancel()
         timers[3].cancel()  # harmless, as for one that has fired
         timers[1].cancel()
-        assert await troupe.pass_time(10.0) == ["a.1 Note 2"]
-        senders = [event.sender for event in troupe.events if isinstance(event, Delivered)]
+        assert await harness.pass_time(10.0) == ["a.1 Note 2"]
+        senders = [event.sender for event in harness.events if isinstance(event, Delivered)]
         assert senders == ["", OWN, OWN, OWN]
-        troupe.tell("a", Do(lambda context: context.after(1.0, Note(5))))
+        harness.tell("a", Do(lambda context: context.after(1.0, Note(5))))
         await settle()
-    assert troupe.clock.pending == 0
-    troupe.clock.advance(10.0)
-    assert troupe.news() == ["a.1 stopped"]
+    assert harness.clock.pending == 0
+    harness.clock.advance(10.0)
+    assert harness.new_lines() == ["a.1 stopped"]
 
 
 @on_each_loop
 async def test_a_timer_of_the_loops_own_clock() -> None:
-    diary: list[str] = []
+    log: list[str] = []
 
     def act(context: Context[object], message: object) -> None:
         if message == Note(0):
             context.after(0.001, Note(1))
         else:
-            diary.append(f"{message}")
+            log.append(f"{message}")
 
     async with System([part(role(), [], act)]) as system:
         system.find(role()).tell(Note(0))
-        await until(lambda: bool(diary))
+        await until(lambda: bool(log))
 
 
 @on_each_loop
 async def test_a_timer_is_posted_to_a_full_mailbox_too() -> None:
-    clock, diary = ManualClock(), []
-    playing = role(capacity=1)
+    clock, log = ManualClock(), []
+    actor_role = role(capacity=1)
 
     def act(context: Context[object], message: object) -> None:
         if message == Note(0):
@@ -855,36 +857,36 @@ async def test_a_timer_is_posted_to_a_full_mailbox_too() -> None:
             context.ref.tell(Note(2))
             clock.advance(1.0)
         else:
-            diary.append(message)
+            log.append(message)
 
-    async with System([part(playing, [], act)], clock=clock) as system:
-        system.find(playing).tell(Note(0))
+    async with System([part(actor_role, [], act)], clock=clock) as system:
+        system.find(actor_role).tell(Note(0))
         await settle()
-    assert diary == [Note(2), Note(1)]
+    assert log == [Note(2), Note(1)]
     assert system.statistics()["actor"].peak == 2
 
 
 @on_each_loop
 async def test_time_stands_still_while_a_handler_runs() -> None:
-    troupe = Troupe(a=RestartPolicy())
+    harness = SystemHarness(a=RestartPolicy())
     seen: list[float] = []
 
     def act(context: Context[object]) -> None:
         seen.append(context.clock.now())
-        troupe.clock.advance(1.0)
-        context.spawn(troupe.part(f"child of {len(seen)}"))  # born at a time of its own
+        harness.clock.advance(1.0)
+        context.spawn(harness.part(f"child of {len(seen)}"))  # born at a time of its own
         seen.append(context.clock.now())
 
-    async with troupe.system:
-        troupe.tell("a", Do(act), Do(act))
+    async with harness.system:
+        harness.tell("a", Do(act), Do(act))
         await settle()
     assert seen == [0.0, 0.0, 1.0, 1.0]
-    deliveries = [event.seconds for event in troupe.events if isinstance(event, Delivered)]
+    deliveries = [event.seconds for event in harness.events if isinstance(event, Delivered)]
     assert deliveries == [0.0, 1.0]
 
 
 @on_each_loop
-async def test_an_actors_hooks_see_the_time_that_the_tap_is_told() -> None:
+async def test_hooks_have_the_same_time_as_the_tap_events() -> None:
     clock, events, seen = ManualClock(), [], []
 
     class Watch(Actor[Note]):
@@ -912,26 +914,26 @@ async def test_an_actors_hooks_see_the_time_that_the_tap_is_told() -> None:
 
 
 @on_each_loop
-async def test_a_delivery_says_who_told() -> None:
-    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
+async def test_delivery_contains_the_sender() -> None:
+    harness = SystemHarness(a=RestartPolicy(), b=RestartPolicy())
 
     def act(context: Context[object]) -> None:
-        context.find(player("a")).tell(Note(1))
+        context.find(role_of("a")).tell(Note(1))
         context.ref.tell(Note(2))
         worker = context.worker("w")
         worker.submit(lambda: 3, done=Note, failed=lambda _: Note(-1))
         context.after(0.0, Note(4))
 
     for name, hook in (("b started", 5), ("b stopped", 6), ("b built", 7)):
-        troupe.hooks[name] = lambda context, hook=hook: context.find(player("a")).tell(Note(hook))
-    async with troupe.system as system:
-        troupe.tell("b", Do(act))
-        await troupe.pass_time(0)
+        harness.hooks[name] = lambda context, hook=hook: context.find(role_of("a")).tell(Note(hook))
+    async with harness.system as system:
+        harness.tell("b", Do(act))
+        await harness.pass_time(0)
         await until(lambda: system.statistics()["b"].delivered == 4)
-        troupe.tell("a", Note(8))
+        harness.tell("a", Note(8))
     told = {
         event.message.number: (event.sender, event.actor)
-        for event in troupe.events
+        for event in harness.events
         if isinstance(event, Delivered) and isinstance(event.message, Note)
     }
     assert told == {
@@ -944,8 +946,8 @@ async def test_a_delivery_says_who_told() -> None:
 
 
 @on_each_loop
-async def test_a_tap_that_raises_is_logged_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    diary: list[str] = []
+async def test_raising_tap_is_logged_once_and_removed(caplog: pytest.LogCaptureFixture) -> None:
+    log: list[str] = []
     seen: list[Event] = []
 
     def tap(event: Event) -> None:
@@ -953,10 +955,10 @@ async def test_a_tap_that_raises_is_logged_once_and_left_out(caplog: pytest.LogC
         if isinstance(event, Delivered):
             raise OSError("no ink")
 
-    async with System([part(role(), diary)], tap=tap) as system:
+    async with System([part(role(), log)], tap=tap) as system:
         for number in range(3):
             system.find(role()).tell(Note(number))
-    assert diary == ["actor started", "actor 0", "actor 1", "actor 2", "actor stopped"]
+    assert log == ["actor started", "actor 0", "actor 1", "actor 2", "actor stopped"]
     assert [type(event) for event in seen] == [Started, Delivered]
     (record,) = caplog.records
     assert "tap_failed" in record.getMessage()
@@ -964,7 +966,7 @@ async def test_a_tap_that_raises_is_logged_once_and_left_out(caplog: pytest.LogC
 
 
 @on_each_loop
-async def test_a_slow_handler_is_reported_with_actor_message_and_time(caplog: pytest.LogCaptureFixture) -> None:
+async def test_slow_handler_is_reported_with_actor_message_and_time(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
 
     def act(_: Context[object], message: object) -> None:
@@ -983,74 +985,74 @@ async def test_a_slow_handler_is_reported_with_actor_message_and_time(caplog: py
 
 
 @on_each_loop
-async def test_a_spawned_actor_is_the_last_of_the_cast_and_leaves_it_when_dismissed() -> None:
-    troupe = Troupe(a=RestartPolicy())
-    async with troupe.system as system:
-        await troupe.pass_time(0)
-        ref = system.spawn(troupe.part("b"))
+async def test_spawned_actor_is_the_last_of_the_system_until_dismissed() -> None:
+    harness = SystemHarness(a=RestartPolicy())
+    async with harness.system as system:
+        await harness.pass_time(0)
+        ref = system.spawn(harness.part("b"))
         ref.tell(Note(1))
-        assert system.find(player("b")) is ref
+        assert system.find(role_of("b")) is ref
         assert [each.name for each in system.roles()] == ["a", "b"]
         with pytest.raises(AssertionError, match="two actor specs have the role 'b'"):
-            system.spawn(troupe.part("b"))
-        troupe.news()
-        assert await troupe.pass_time(0) == ["b.1 started", "b.1 Note 1"]
+            system.spawn(harness.part("b"))
+        harness.new_lines()
+        assert await harness.pass_time(0) == ["b.1 started", "b.1 Note 1"]
         for number in range(100):
             ref.tell(Note(number))
-        system.dismiss(player("b"))
+        system.dismiss(role_of("b"))
         ref.tell(Note(-1))
         assert ref.is_stopped
-        assert await troupe.pass_time(0) == [*[f"b.1 Note {number}" for number in range(100)], "b.1 stopped"]
+        assert await harness.pass_time(0) == [*[f"b.1 Note {number}" for number in range(100)], "b.1 stopped"]
         with pytest.raises(KeyError):
-            system.find(player("b"))
+            system.find(role_of("b"))
         with pytest.raises(KeyError):
-            system.dismiss(player("b"))
-        again = system.spawn(troupe.part("b"))
+            system.dismiss(role_of("b"))
+        again = system.spawn(harness.part("b"))
         ref.tell(Note(-1))  # the address of the one before, and it stays that
         again.tell(Note(2))
-        assert await troupe.pass_time(0) == ["b.2 built", "b.2 started", "b.2 Note 2"]
+        assert await harness.pass_time(0) == ["b.2 built", "b.2 started", "b.2 Note 2"]
         assert not again.is_stopped
-    assert troupe.news() == ["b.2 stopped", "a.1 stopped"]
+    assert harness.new_lines() == ["b.2 stopped", "a.1 stopped"]
 
 
 @on_each_loop
-async def test_dismissed_with_drop_it_handles_nothing_more() -> None:
-    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
-    async with troupe.system as system:
-        await troupe.pass_time(0)
-        troupe.news()
+async def test_actor_dismissed_with_drop_handles_nothing_more() -> None:
+    harness = SystemHarness(a=RestartPolicy(), b=RestartPolicy())
+    async with harness.system as system:
+        await harness.pass_time(0)
+        harness.new_lines()
         for number in range(100):
-            troupe.tell("b", Note(number))
-        system.dismiss(player("b"), drop=True)
-        assert await troupe.pass_time(0) == ["b.1 stopped"]
+            harness.tell("b", Note(number))
+        system.dismiss(role_of("b"), drop=True)
+        assert await harness.pass_time(0) == ["b.1 stopped"]
         assert list(system.statistics()) == ["a"]
 
 
 @on_each_loop
 async def test_actors_spawn_and_dismiss() -> None:
-    troupe = Troupe(a=RestartPolicy())
+    harness = SystemHarness(a=RestartPolicy())
 
     def act(context: Context[object]) -> None:
-        context.spawn(troupe.part("b")).tell(Do(lambda context: context.dismiss(player("a"))))
-        context.spawn(troupe.part("c")).tell(Do(lambda context: context.dismiss(context.ref, drop=True)))
-        context.find(player("c")).tell(Note(1))
+        context.spawn(harness.part("b")).tell(Do(lambda context: context.dismiss(role_of("a"))))
+        context.spawn(harness.part("c")).tell(Do(lambda context: context.dismiss(context.ref, drop=True)))
+        context.find(role_of("c")).tell(Note(1))
 
-    async with troupe.system as system:
-        await troupe.pass_time(0)
-        troupe.news()
-        troupe.tell("a", Do(act))
-        lines = await troupe.pass_time(0)
+    async with harness.system as system:
+        await harness.pass_time(0)
+        harness.new_lines()
+        harness.tell("a", Do(act))
+        lines = await harness.pass_time(0)
         assert lines[:2] == ["b.1 built", "c.1 built"]
         assert sorted(lines[2:]) == ["a.1 stopped", "b.1 started", "c.1 started", "c.1 stopped"]
         assert list(system.statistics()) == ["b"]
-    spawned = [event.sender for event in troupe.events if isinstance(event, Delivered) and event.actor != "a"]
+    spawned = [event.sender for event in harness.events if isinstance(event, Delivered) and event.actor != "a"]
     assert spawned == ["a", "a"]
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), _Exit("broken"), _Panic("broken")])
 @on_each_loop
-async def test_whoever_spawns_hears_of_a_constructor_that_raises(error: BaseException) -> None:
-    troupe = Troupe(a=RestartPolicy())
+async def test_spawn_raises_the_error_of_a_constructor(error: BaseException) -> None:
+    harness = SystemHarness(a=RestartPolicy())
 
     def fail(context: Context[object]) -> None:
         context.worker("w")
@@ -1059,32 +1061,32 @@ async def test_whoever_spawns_hears_of_a_constructor_that_raises(error: BaseExce
 
     def act(context: Context[object]) -> None:
         with pytest.raises(ActorCrashed):
-            context.spawn(troupe.part("b"))
-        context.find(player("a")).tell(Note(1))
+            context.spawn(harness.part("b"))
+        context.find(role_of("a")).tell(Note(1))
 
-    async with troupe.system as system:
-        troupe.hooks["b built"] = fail
+    async with harness.system as system:
+        harness.hooks["b built"] = fail
         with pytest.raises(_Exit if isinstance(error, _Exit) else ActorCrashed) as caught:
-            system.spawn(troupe.part("b"))
+            system.spawn(harness.part("b"))
         if isinstance(caught.value, ActorCrashed):
             assert (caught.value.actor, caught.value.message_type) == ("b", "construction")
             assert caught.value.__cause__ is error
-            troupe.tell("a", Do(act))
+            harness.tell("a", Do(act))
             await settle()
-            assert troupe.news()[-1] == "a.1 Note 1"
-        assert troupe.clock.pending == 0
+            assert harness.new_lines()[-1] == "a.1 Note 1"
+        assert harness.clock.pending == 0
         await until(lambda: "cuelight b w" not in {thread.name for thread in threading.enumerate()})
         assert list(system.statistics()) == ["a"]
-        del troupe.hooks["b built"]
-        system.spawn(troupe.part("b"))
-    assert not troupe.failures
+        del harness.hooks["b built"]
+        system.spawn(harness.part("b"))
+    assert not harness.failures
 
 
 @on_each_loop
-async def test_a_part_that_cannot_live_where_it_should_is_not_added() -> None:
-    troupe = Troupe(a=RestartPolicy())
-    local = ActorSpec(role("b"), lambda _: Diary("b", []), placement=InProcess())
-    async with troupe.system as system:
+async def test_spec_with_an_invalid_placement_is_refused() -> None:
+    harness = SystemHarness(a=RestartPolicy())
+    local = ActorSpec(role("b"), lambda _: LoggingActor("b", []), placement=InProcess())
+    async with harness.system as system:
         with pytest.raises(NotSendable):
             system.spawn(local)
         assert list(system.statistics()) == ["a"]
@@ -1093,30 +1095,30 @@ async def test_a_part_that_cannot_live_where_it_should_is_not_added() -> None:
 
 
 @on_each_loop
-async def test_what_is_spawned_while_the_system_closes_never_lives() -> None:
-    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
+async def test_actor_spawned_while_the_system_closes_never_starts() -> None:
+    harness = SystemHarness(a=RestartPolicy(), b=RestartPolicy())
     refs: list[Ref[object]] = []
-    troupe.hooks["b stopped"] = lambda context: refs.append(context.spawn(troupe.part("late")))
-    async with troupe.system as system:
+    harness.hooks["b stopped"] = lambda context: refs.append(context.spawn(harness.part("late")))
+    async with harness.system as system:
         pass
-    refs.append(system.spawn(troupe.part("later")))
+    refs.append(system.spawn(harness.part("later")))
     for ref in refs:
         ref.tell(Note(1))
         assert ref.is_stopped
-    assert troupe.lives == {"a": 1, "b": 1}
+    assert harness.lives == {"a": 1, "b": 1}
     assert [system.statistics()[name].dropped for name in ("late", "later")] == [1, 1]
 
 
 @pytest.mark.parametrize("names", ["", "a"])
 @on_each_loop
-async def test_a_system_that_was_cancelled_takes_no_more_actors(names: str) -> None:
-    troupe = Troupe(**dict.fromkeys(names, RestartPolicy()))
-    system = troupe.system
+async def test_cancelled_system_refuses_spawn(names: str) -> None:
+    harness = SystemHarness(**dict.fromkeys(names, RestartPolicy()))
+    system = harness.system
     await system.start()
     (host,) = [task for task in asyncio.all_tasks() if task.get_name() == "cuelight system"]
     host.cancel()
     await asyncio.wait([host])
-    assert system.spawn(troupe.part("b")).is_stopped
+    assert system.spawn(harness.part("b")).is_stopped
     await system.stop()
 
 
@@ -1138,9 +1140,9 @@ async def test_ten_thousand_spawned_actors_answer() -> None:
 
 @pytest.mark.parametrize("is_lazy", [False, True])
 @on_each_loop
-async def test_an_orderly_stop_gives_up_on_work_that_does_not_return(is_lazy: bool) -> None:
+async def test_stop_with_a_timeout_abandons_work_that_does_not_return(is_lazy: bool) -> None:
     """It may be doing its last piece of work, or have others before it."""
-    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
+    harness = SystemHarness(a=RestartPolicy(), b=RestartPolicy())
     begun, may_end, ran = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> int:
@@ -1154,18 +1156,18 @@ async def test_an_orderly_stop_gives_up_on_work_that_does_not_return(is_lazy: bo
         if is_lazy:
             worker.submit(lambda: ran.set() or 2, done=Note, failed=lambda _: Note(-1))
 
-    system = troupe.system
+    system = harness.system
     await system.start()
-    troupe.tell("a", Do(act))
+    harness.tell("a", Do(act))
     await until(begun.is_set)
     stopping = asyncio.create_task(system.stop(timeout_seconds=2.0))
-    await troupe.pass_time(1.9)
+    await harness.pass_time(1.9)
     assert not stopping.done()
-    await troupe.pass_time(0.1)
+    await harness.pass_time(0.1)
     assert stopping.done()
     assert await stopping is None
     await system.stop(timeout_seconds=1.0)  # harmless
-    assert troupe.clock.pending == 0
+    assert harness.clock.pending == 0
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "cuelight a w"]
     may_end.set()
     await until(lambda: not thread.is_alive())
@@ -1175,12 +1177,12 @@ async def test_an_orderly_stop_gives_up_on_work_that_does_not_return(is_lazy: bo
 
 
 @on_each_loop
-async def test_an_orderly_stop_drops_what_is_still_left_when_its_time_is_over() -> None:
-    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
-    system = troupe.system
+async def test_stop_with_a_timeout_drops_messages_left_at_the_deadline() -> None:
+    harness = SystemHarness(a=RestartPolicy(), b=RestartPolicy())
+    system = harness.system
     await system.start()
     for number in range(5000):
-        troupe.tell("a", Note(number))
+        harness.tell("a", Note(number))
     blocked = threading.Event()
 
     class Slow(Actor[Note]):
@@ -1189,7 +1191,7 @@ async def test_an_orderly_stop_drops_what_is_still_left_when_its_time_is_over() 
 
         def handle(self, message: Note) -> None:
             if message.number == 0:
-                troupe.clock.advance(2.0)
+                harness.clock.advance(2.0)
                 blocked.set()
 
     slow = system.spawn(ActorSpec(Role("slow", Note, capacity=5000), Slow))
@@ -1202,38 +1204,38 @@ async def test_an_orderly_stop_drops_what_is_still_left_when_its_time_is_over() 
     dropped = system.statistics()["slow"].dropped
     assert 0 < dropped < 5000
     assert dropped + system.statistics()["slow"].delivered == 5000
-    assert {"a.1 stopped", "b.1 stopped"} <= set(troupe.news())
+    assert {"a.1 stopped", "b.1 stopped"} <= set(harness.new_lines())
     assert system.failure is None
-    assert troupe.clock.pending == 0
+    assert harness.clock.pending == 0
 
 
 @on_each_loop
-async def test_an_orderly_stop_that_is_in_time_leaves_no_timer() -> None:
-    troupe = Troupe(a=RestartPolicy())
-    await troupe.system.start()
-    troupe.tell("a", *[Note(number) for number in range(500)])
-    await troupe.system.stop(timeout_seconds=1000.0)
-    assert troupe.system.statistics()["a"].delivered == 500
-    assert troupe.clock.pending == 0
+async def test_stop_before_its_timeout_leaves_no_timer() -> None:
+    harness = SystemHarness(a=RestartPolicy())
+    await harness.system.start()
+    harness.tell("a", *[Note(number) for number in range(500)])
+    await harness.system.stop(timeout_seconds=1000.0)
+    assert harness.system.statistics()["a"].delivered == 500
+    assert harness.clock.pending == 0
 
 
 @on_each_loop
-async def test_an_orderly_stop_gives_up_on_an_actor_that_is_not_yet_there() -> None:
+async def test_stop_with_a_timeout_abandons_a_constructor_that_does_not_return() -> None:
     """Its constructor keeps its thread."""
-    troupe = Troupe(a=RestartPolicy())
+    harness = SystemHarness(a=RestartPolicy())
     begun, may_end = threading.Event(), threading.Event()
 
-    def build(_: Context[object]) -> Diary:
+    def build(_: Context[object]) -> LoggingActor:
         begun.set()
         may_end.wait(NET_SECONDS)
-        return Diary("far", [])
+        return LoggingActor("far", [])
 
-    system = troupe.system
+    system = harness.system
     await system.start()
     system.spawn(ActorSpec(Role("far", Note, 10), build, placement=OnThread()))
     await until(begun.is_set)
     stopping = asyncio.create_task(system.stop(timeout_seconds=1.0))
-    await troupe.pass_time(1.0)
+    await harness.pass_time(1.0)
     await until(stopping.done)
     assert stopping.exception() is None
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "cuelight far"]
@@ -1244,25 +1246,25 @@ async def test_an_orderly_stop_gives_up_on_an_actor_that_is_not_yet_there() -> N
 
 @pytest.mark.parametrize("how", ["start", "cancel"])
 @on_each_loop
-async def test_a_life_that_is_cut_short_leaves_no_timer(how: str) -> None:
-    troupe = Troupe(a=RestartPolicy(), b=RestartPolicy())
-    troupe.hooks["a built"] = lambda context: context.after(1000.0, Note(1))
+async def test_life_cut_short_leaves_no_timer(how: str) -> None:
+    harness = SystemHarness(a=RestartPolicy(), b=RestartPolicy())
+    harness.hooks["a built"] = lambda context: context.after(1000.0, Note(1))
     if how == "start":
-        troupe.hooks["b built"] = crash
+        harness.hooks["b built"] = crash
         with pytest.raises(ActorCrashed):
-            await troupe.system.start()
+            await harness.system.start()
     else:
-        await troupe.system.start()
+        await harness.system.start()
         (host,) = [task for task in asyncio.all_tasks() if task.get_name() == "cuelight system"]
         host.cancel()
         await asyncio.wait([host])
-    assert troupe.clock.pending == 0
+    assert harness.clock.pending == 0
 
 
 # Hosts.
 
 
-def test_a_system_in_a_loop_of_a_threads_own() -> None:
+def test_system_runs_in_a_loop_of_another_thread() -> None:
     diaries: dict[str, list[str]] = {}
 
     async def use(name: str) -> None:
@@ -1322,7 +1324,7 @@ def run_program(runner: str, messages: tuple[int, ...]) -> subprocess.Popen[str]
 @pytest.mark.skipif(sys.platform == "win32", reason="interrupts a process as a terminal does")
 @pytest.mark.parametrize("messages", [(1,), (2, 1)], ids=["busy", "restarted"])
 @pytest.mark.parametrize("runner", ["asyncio", "uvloop"])
-def test_an_interrupt_ends_a_program_in_order(runner: str, messages: tuple[int, ...]) -> None:
+def test_interrupt_stops_a_program_in_order(runner: str, messages: tuple[int, ...]) -> None:
     with run_program(runner, messages) as child:
         try:
             assert child.stdout is not None
@@ -1353,18 +1355,18 @@ def test_an_actor_may_end_the_program(runner: str) -> None:
 
 
 def _worker(loop: asyncio.AbstractEventLoop) -> tuple[WorkerThread[object], Recorder[object]]:
-    heard: Recorder[object] = Recorder()
-    return WorkerThread("test worker", heard.tell, loop), heard
+    received: Recorder[object] = Recorder()
+    return WorkerThread("test worker", received.tell, loop), received
 
 
 @on_each_loop
 async def test_a_worker_keeps_the_order_and_posts_from_the_loop() -> None:
     threads: list[tuple[int, int]] = []
-    heard: list[object] = []
+    received: list[object] = []
     loop_thread = threading.get_ident()
 
     def post(message: object) -> None:
-        heard.append(message)
+        received.append(message)
         threads[-1] = (threads[-1][0], threading.get_ident())
 
     worker: WorkerThread[object] = WorkerThread("test worker", post, asyncio.get_running_loop())
@@ -1379,15 +1381,15 @@ async def test_a_worker_keeps_the_order_and_posts_from_the_loop() -> None:
         worker.submit(lambda number=number: work(number), done=lambda n: n, failed=lambda error: error.args)
     worker.close()
     await worker.ended()
-    assert heard == [(number,) if number % 3 == 0 else number for number in range(50)]
+    assert received == [(number,) if number % 3 == 0 else number for number in range(50)]
     assert len({thread for thread, _ in threads}) == 1
     assert threads[0][0] != loop_thread
     assert threads[-1][1] == loop_thread
 
 
 @on_each_loop
-async def test_every_failure_of_work_is_a_message() -> None:
-    worker, heard = _worker(asyncio.get_running_loop())
+async def test_every_error_of_a_job_becomes_a_message() -> None:
+    worker, received = _worker(asyncio.get_running_loop())
 
     def give_up() -> None:
         raise SystemExit(3)
@@ -1400,14 +1402,14 @@ async def test_every_failure_of_work_is_a_message() -> None:
     worker.submit(lambda: 2, done=lambda n: n, failed=repr)
     worker.close()
     await worker.ended()
-    assert "SystemExit(3)" in heard.messages[0]
-    assert heard.messages[1:] == ["LookupError('no word for it')", 2]
+    assert "SystemExit(3)" in received.messages[0]
+    assert received.messages[1:] == ["LookupError('no word for it')", 2]
 
 
 @pytest.mark.parametrize("drop", [False, True])
 @on_each_loop
-async def test_a_closed_worker_ends_after_its_queue_or_after_its_work(drop: bool) -> None:
-    worker, heard = _worker(asyncio.get_running_loop())
+async def test_closed_worker_ends_after_its_queue_or_after_its_job(drop: bool) -> None:
+    worker, received = _worker(asyncio.get_running_loop())
     begun, may_end, ran = threading.Event(), threading.Event(), []
 
     def first() -> None:
@@ -1423,12 +1425,12 @@ async def test_a_closed_worker_ends_after_its_queue_or_after_its_work(drop: bool
     await worker.ended()
     await worker.ended()  # harmless
     assert ran == ["first"] if drop else ["first", "second"]
-    assert heard.messages == ran
+    assert received.messages == ran
     assert not [thread for thread in threading.enumerate() if thread.name == "test worker"]
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_worker_whose_loop_is_closed_under_it_ends_in_silence(
+def test_worker_whose_loop_is_closed_ends_without_an_error(
     loop_factory: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     loop = loop_factory()
@@ -1438,19 +1440,19 @@ def test_a_worker_whose_loop_is_closed_under_it_ends_in_silence(
         begun.set()
         may_end.wait(NET_SECONDS)
 
-    async def hire() -> Recorder[object]:
-        worker, heard = _worker(loop)
+    async def build_actor() -> Recorder[object]:
+        worker, received = _worker(loop)
         worker.submit(work, done=lambda _: "done", failed=repr)
-        return heard
+        return received
 
-    heard = loop.run_until_complete(hire())
+    received = loop.run_until_complete(build_actor())
     begun.wait(NET_SECONDS)
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "test worker"]
     loop.close()
     may_end.set()
     thread.join(NET_SECONDS)
     assert not thread.is_alive()
-    assert heard.messages == []
+    assert received.messages == []
 
 
 @on_each_loop
@@ -1462,13 +1464,13 @@ async def test_a_systems_workers_post_to_their_actor_and_end_with_it() -> None:
     class Doubler(Actor[object]):
         def __init__(self, context: Context[object]) -> None:
             self.worker = context.worker("double")
-            self.heard: list[object] = []
+            self.received: list[object] = []
 
         def handle(self, message: object) -> None:
             if isinstance(message, Note):
                 self.worker.submit(lambda: 2 * message.number, done=_Worked, failed=repr)
             else:
-                self.heard.append(message)
+                self.received.append(message)
 
     actors: list[Doubler] = []
 
@@ -1480,10 +1482,10 @@ async def test_a_systems_workers_post_to_their_actor_and_end_with_it() -> None:
         assert "cuelight actor double" in {thread.name for thread in threading.enumerate()}
         for number in range(10):
             system.find(role()).tell(Note(number))
-        await until(lambda: len(actors[0].heard) == 10)
+        await until(lambda: len(actors[0].received) == 10)
         with pytest.raises(NotAccepted):
             system.find(role()).tell(_Worked(1))  # type: ignore[arg-type]
-    assert actors[0].heard == [_Worked(2 * number) for number in range(10)]
+    assert actors[0].received == [_Worked(2 * number) for number in range(10)]
 
 
 @on_each_loop
@@ -1502,15 +1504,15 @@ async def test_an_idle_actor_keeps_nothing_alive() -> None:
 # Casts that cannot be.
 
 
-def test_a_part_is_told_what_it_should_have_been_given() -> None:
+def test_actor_spec_error_names_the_expected_arguments() -> None:
     with pytest.raises(TypeError, match="restart policy of 'actor' must be a RestartPolicy, not InProcess"):
-        ActorSpec(role(), lambda _: Diary("actor", []), InProcess())  # type: ignore[arg-type]
+        ActorSpec(role(), lambda _: LoggingActor("actor", []), InProcess())  # type: ignore[arg-type]
     for wrong in (InProcess, "thread"):
         with pytest.raises(TypeError, match="the placement of 'actor' must be InLoop"):
-            ActorSpec(role(), lambda _: Diary("actor", []), placement=wrong)  # type: ignore[arg-type]
+            ActorSpec(role(), lambda _: LoggingActor("actor", []), placement=wrong)  # type: ignore[arg-type]
 
 
-def test_a_role_accepts_classes_and_hurries_some_of_them() -> None:
+def test_role_accepts_classes_and_marks_some_urgent() -> None:
     for accepts in ((Note, Urgent), "Note"):
         with pytest.raises(TypeError, match="must accept a class or a union"):
             Role("odd", accepts, 1)  # type: ignore[arg-type]
@@ -1519,7 +1521,7 @@ def test_a_role_accepts_classes_and_hurries_some_of_them() -> None:
             Role("odd", Note, 1, urgent=urgent)  # type: ignore[arg-type]
 
 
-def test_a_handler_that_would_have_to_be_awaited_is_none() -> None:
+def test_async_handler_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Waiter\.handle must be synchronous"):
 
         class Waiter(Actor[Note]):
@@ -1528,7 +1530,7 @@ def test_a_handler_that_would_have_to_be_awaited_is_none() -> None:
 
 
 @on_each_loop
-async def test_whoever_looks_for_a_stranger_is_told_who_there_is() -> None:
+async def test_find_of_an_unknown_role_lists_the_known_actors() -> None:
     with pytest.raises(KeyError, match="there are none"):
         System([part(role(), [])]).find(role())
     async with System([part(role(), [])]) as system:
@@ -1543,7 +1545,7 @@ async def test_whoever_looks_for_a_stranger_is_told_who_there_is() -> None:
     "wrapper",
     [structlog.BoundLogger, structlog.stdlib.BoundLogger, structlog.make_filtering_bound_logger(logging.INFO)],
 )
-def test_events_go_wherever_the_host_has_structlog_send_them(wrapper: type[object]) -> None:
+def test_events_go_to_the_hosts_structlog_configuration(wrapper: type[object]) -> None:
     seen: list[dict[str, object]] = []
 
     def keep(_: object, method: str, event: dict[str, object]) -> dict[str, object]:
@@ -1560,7 +1562,7 @@ def test_events_go_wherever_the_host_has_structlog_send_them(wrapper: type[objec
     assert seen == [{"method": method, "event": "happened", "number": 1} for method in ("info", "warning", "error")]
 
 
-def test_a_level_may_have_another_name_at_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_may_rename_a_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "getLevelName", lambda level: f"[{level}]")
     structlog.configure()
     try:
@@ -1572,7 +1574,7 @@ def test_a_level_may_have_another_name_at_the_host(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("is_structlog", [False, True])
-def test_a_host_whose_logging_fails_does_not_hear_of_it_from_us(
+def test_failing_logging_of_the_host_raises_nothing(
     is_structlog: bool, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> bool:
@@ -1591,7 +1593,7 @@ def test_a_host_whose_logging_fails_does_not_hear_of_it_from_us(
 
 
 @on_each_loop
-async def test_a_crash_is_heard_of_where_facts_become_fields_of_log_records(caplog: pytest.LogCaptureFixture) -> None:
+async def test_crash_is_logged_where_fields_become_log_record_attributes(caplog: pytest.LogCaptureFixture) -> None:
     """Such records refuse the names of their own fields."""
 
     def fail(_: Context[object], message: object) -> None:
@@ -1632,12 +1634,12 @@ async def test_a_task_cancelled_from_outside_ends_the_system(whom: str) -> None:
 
 async def test_results_of_a_worker_with_a_queue_come_in_order_and_leave_no_thread() -> None:
     """While work waits, another thread wakes the loop; what came before and after that is still in order."""
-    worker, heard = _worker(asyncio.get_running_loop())
+    worker, received = _worker(asyncio.get_running_loop())
     for number in range(200):
         worker.submit(lambda number=number: number, done=str, failed=repr)
         if number % 50 == 0:
             await asyncio.sleep(0)
     worker.close()
     await worker.ended()
-    assert heard.messages == [str(number) for number in range(200)]
+    assert received.messages == [str(number) for number in range(200)]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("test worker")]

@@ -1,4 +1,4 @@
-"""Who comes in when: one that does not fit shuts the door only while it is next, and nobody gives way for nothing."""
+"""Admission: a refused request blocks others only while it is the head of the queue; no preemption is in vain."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG = Sampling(max_tokens=100, ignore_eos=True)
 
 
 def refused_core(seed: int, chosen: SetPolicy, **large: float) -> Core:
-    """Request 0 decodes for long and needs no more blocks, three are free, and 1 has been refused the four it wants."""
+    """A core where request 0 decodes, three blocks are free, and request 1 has been refused the four that it needs."""
     core = Core(seed, device=WatchedDevice(1 + 4, 64), policy=chosen)
     core.admit(0, [7] * 3, Sampling(max_tokens=60, ignore_eos=True), service=Service("a"))
     step_until(core, lambda: len(core.outputs().get(0, [])) > 5)
@@ -38,11 +38,11 @@ def refused_core(seed: int, chosen: SetPolicy, **large: float) -> Core:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
-def test_when_the_one_that_did_not_fit_leaves_the_next_is_tried_at_once(how: str, seed: int) -> None:
+def test_next_request_is_tried_when_the_refused_one_leaves(how: str, seed: int) -> None:
     core = refused_core(seed, policy("fcfs"), **({"queue_seconds": 0.2} if how == "expired" else {}))
     core.admit(2, [9] * 4, Sampling(max_tokens=1))
     step_until(core, lambda: is_live(core, 2))
-    assert not is_running(core, 2), "it waits behind the large one"
+    assert not is_running(core, 2), "request 2 waits behind the large one"
     if how == "cancelled":
         core.abort(1)
     else:
@@ -54,8 +54,8 @@ def test_when_the_one_that_did_not_fit_leaves_the_next_is_tried_at_once(how: str
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_fair_when_another_tenant_comes_before_the_one_that_did_not_fit_it_is_tried(seed: int) -> None:
-    """Nobody joins or leaves: what a tenant is charged for changes the order."""
+def test_fair_new_head_of_another_tenant_is_tried_after_a_refusal(seed: int) -> None:
+    """The queue keeps its members; charging a tenant changes their order."""
     core = refused_core(seed, policy("fair"))
     scheduler = scheduler_of(core)
     scheduler._state._queue.charge(tracked(0, Service("c")), 10.0)
@@ -64,7 +64,7 @@ def test_fair_when_another_tenant_comes_before_the_one_that_did_not_fit_it_is_tr
     for _ in range(10):
         core.step()
         check(core)
-    assert not is_running(core, 2), "it waits behind the large one"
+    assert not is_running(core, 2), "request 2 waits behind the large one"
     scheduler._state._queue.charge(tracked(0, Service("b")), 500.0)
     step_until(core, lambda: 2 in core.ends(), steps_max=60)
     assert is_live(core, 0) and is_live(core, 1) and preemptions(core) == 0
@@ -73,8 +73,8 @@ def test_fair_when_another_tenant_comes_before_the_one_that_did_not_fit_it_is_tr
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("token_budget", [2, 4, 8])
-def test_fair_decodes_that_fill_every_step_keep_nobody_from_its_share(token_budget: int, seed: int) -> None:
-    """With one that decodes less, there is a token for the one that comes."""
+def test_fair_decodes_that_fill_every_step_leave_other_tenants_their_share(token_budget: int, seed: int) -> None:
+    """With one decode less in a step, the arriving request gets a token."""
     core = Core(seed, device=WatchedDevice(400, 4), running_max=64, token_budget=token_budget, policy=policy("fair"))
     for request_id in range(12):
         core.admit(request_id, [request_id] * 4, Sampling(max_tokens=40, ignore_eos=True), service=Service("long"))
@@ -86,8 +86,8 @@ def test_fair_decodes_that_fill_every_step_keep_nobody_from_its_share(token_budg
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_fair_nobody_gives_way_again_to_one_that_still_has_no_room(seed: int) -> None:
-    """It wants nearly all blocks, and within the leeway: a seat is no help until those that run give theirs back."""
+def test_fair_no_second_preemption_for_a_request_without_room(seed: int) -> None:
+    """The request needs nearly all blocks: a slot does not help before running requests have released theirs."""
     core = Core(seed, device=WatchedDevice(1 + 45, 4), running_max=4, policy=policy("fair"))
     for request_id in range(6):
         sampling = Sampling(max_tokens=12 + 3 * request_id, ignore_eos=True)
@@ -103,7 +103,7 @@ def test_fair_nobody_gives_way_again_to_one_that_still_has_no_room(seed: int) ->
     finish(core)
 
 
-def test_fair_whoever_waits_for_its_tenant_s_part_of_a_step_is_told_so() -> None:
+def test_fair_explain_names_the_tenants_part_of_a_step() -> None:
     core = Core(0, device=WatchedDevice(4000, 4), token_budget=32, long_prefill_tokens=8, policy=policy("fair"))
     core.admit(0, [5] * 3, LONG, service=Service("b"))
     for request_id in (1, 2):

@@ -1,4 +1,4 @@
-"""Why does my request wait? The scheduler's own account of each request's life, and what it does when nothing moves."""
+"""Explanations of waiting requests, their timelines, and the scheduler's check that requests make progress."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def in_order(explanation: Explanation) -> bool:
     return seconds == sorted(seconds) and all(at >= 0 for at in seconds)
 
 
-def test_a_life_without_trouble() -> None:
+def test_timeline_of_an_undisturbed_request() -> None:
     core = Core(0, device=WatchedDevice(100, 4))
     assert explained(core, 0) == Explanation(RequestId(0), "unknown", ())
     core.admit(0, [1, 2, 3], Sampling(max_tokens=5))
@@ -62,7 +62,7 @@ def test_a_life_without_trouble() -> None:
     assert in_order(life) and life.timeline[1].seconds > life.timeline[0].seconds
 
 
-def test_it_waits_for_a_seat() -> None:
+def test_explain_waiting_for_a_slot() -> None:
     core = Core(0, device=WatchedDevice(100, 4), running_max=2)
     for request_id in range(3):
         core.admit(request_id, [1, request_id], Sampling(max_tokens=9))
@@ -74,7 +74,7 @@ def test_it_waits_for_a_seat() -> None:
     assert happened(explained(core, 2)) == ["kept waiting", "admitted", "length"] and in_order(explained(core, 2))
 
 
-def test_it_waits_for_budget() -> None:
+def test_explain_waiting_for_token_budget() -> None:
     core = Core(0, device=WatchedDevice(100, 4), token_budget=4, running_max=8)
     core.admit(0, list(range(60)), Sampling(max_tokens=1))
     step_until(core, lambda: is_running(core, 0))
@@ -83,7 +83,7 @@ def test_it_waits_for_budget() -> None:
     assert "use the whole token budget" in reasons(explained(core, 1))
 
 
-def test_it_waits_for_blocks() -> None:
+def test_explain_waiting_for_blocks() -> None:
     core = Core(0, device=WatchedDevice(1 + 4, 4))
     for request_id in range(2):
         core.admit(request_id, [request_id] * 12, Sampling(max_tokens=3))
@@ -93,8 +93,8 @@ def test_it_waits_for_blocks() -> None:
     assert happened(explained(core, 1)) == ["kept waiting", "admitted", "length"]
 
 
-def test_it_waits_while_suspects_run_alone() -> None:
-    """Those of a failed step are computed again one by one, and nobody comes in between."""
+def test_explain_waiting_while_suspects_run_alone() -> None:
+    """Requests of a failed step are recomputed one at a time, and no other request is admitted meanwhile."""
     device = WatchedDevice(100, 4)
     core = Core(0, device=device, token_budget=4)
     core.admit(0, list(range(40)), Sampling(max_tokens=3))
@@ -107,7 +107,7 @@ def test_it_waits_while_suspects_run_alone() -> None:
     assert "a step failed" in reasons(explained(core, 0))
 
 
-def test_it_is_set_aside_for_a_prefix_and_that_is_said_once() -> None:
+def test_explain_states_a_prefix_wait_once() -> None:
     core = Core(0, device=WatchedDevice(1 + 22, 4), token_budget=4, long_prefill_tokens=2)
     core.admit(0, [*PREFIX, 0], Sampling(max_tokens=12))
     core.admit(1, [*PREFIX, 1], Sampling(max_tokens=1))
@@ -119,7 +119,7 @@ def test_it_is_set_aside_for_a_prefix_and_that_is_said_once() -> None:
     finish(core)
 
 
-def test_what_keeps_one_waiting_that_was_set_aside_is_said_too() -> None:
+def test_explain_states_the_reason_after_a_prefix_wait() -> None:
     core = Core(0, device=WatchedDevice(100, 4), token_budget=4, running_max=2, long_prefill_tokens=2)
     core.admit(0, [*PREFIX, 0], Sampling(max_tokens=30))
     core.admit(1, [*PREFIX, 1], Sampling(max_tokens=1))
@@ -131,7 +131,7 @@ def test_what_keeps_one_waiting_that_was_set_aside_is_said_too() -> None:
     assert "2 requests are running" in reasons(life)
 
 
-def test_it_is_preempted_and_comes_back() -> None:
+def test_explain_preemption_and_resumption() -> None:
     core = Core(0, device=WatchedDevice(1 + 12, 4), running_max=3)
     for request_id in range(3):
         core.admit(request_id, [request_id] * 8, Sampling(max_tokens=30))
@@ -142,7 +142,7 @@ def test_it_is_preempted_and_comes_back() -> None:
     assert events == ["admitted"] + ["preempted", "admitted"] * core.ends()[2].preemptions + ["length"]
 
 
-def test_it_expires_and_says_of_what() -> None:
+def test_explain_expiry_states_the_reason() -> None:
     core = Core(0, device=WatchedDevice(100, 4), running_max=1)
     core.admit(0, [1, 2], Sampling(max_tokens=400))
     core.admit(1, [1, 2], Sampling(), service=Service(queue_seconds=0.1))
@@ -159,7 +159,7 @@ def test_it_expires_and_says_of_what() -> None:
     assert "kept waiting" in happened(explained(core, 1))
 
 
-def test_a_life_of_many_preemptions_is_cut_at_its_beginning_and_says_nothing_wrong() -> None:
+def test_timeline_of_many_preemptions_is_truncated_at_its_start() -> None:
     core = Core(0, device=WatchedDevice(100, 4))
     scheduler, request = scheduler_of(core), Request(0, scheduler_admit(0))
     timeline = scheduler._state._timeline
@@ -197,21 +197,21 @@ def test_memory_is_bounded_after_3000_requests() -> None:
     assert sum(map(sys.getsizeof, (timeline._ended, timeline._obstacles))) < 200_000
 
 
-# When nothing moves.
+# Liveness.
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Request], bool]) -> None:
-    """Steps are planned without those for whom `fault` is true."""
+    """Plan steps without the requests for which `fault` is true."""
     sound = admission.plan_step
 
-    def plan_step(running, *limits, **others):  # type: ignore[no-untyped-def]  # as the sound one
+    def plan_step(running, *limits, **others):  # type: ignore[no-untyped-def]  # same signature as the original
         return [(request, count) for request, count in sound(running, *limits, **others) if not fault(request)]
 
     monkeypatch.setattr(admission, "plan_step", plan_step)
 
 
 def run_to_rest(core: Core) -> int:
-    """Messages delivered until nothing is left to deliver."""
+    """Deliver messages until none is left, and return their number."""
     for count in range(20_000):
         if not core.step():
             return count
@@ -219,7 +219,9 @@ def run_to_rest(core: Core) -> int:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rule_liveness_a_planner_that_plans_nothing_ends_everybody(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule_liveness_planner_that_plans_nothing_fails_all_requests(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(monkeypatch, lambda request: True)
     core = Core(seed, device=WatchedDevice(100, 4), running_max=3)
     for request_id in range(8):
@@ -233,9 +235,7 @@ def test_rule_liveness_a_planner_that_plans_nothing_ends_everybody(seed: int, mo
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rule_liveness_one_that_is_never_planned_fails_and_the_others_go_on(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rule_liveness_request_never_planned_fails_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, lambda request: request.request_id == 2)
     core = Core(seed, device=WatchedDevice(100, 4), running_max=3)
     for request_id in range(6):
@@ -249,10 +249,10 @@ def test_rule_liveness_one_that_is_never_planned_fails_and_the_others_go_on(
 
 @pytest.mark.parametrize("name", ["fcfs", "priority"])
 @pytest.mark.parametrize("culprits", [{2}, set(range(6))])
-def test_rule_liveness_a_cache_that_refuses_for_ever(
+def test_rule_liveness_request_refused_forever_fails_alone(
     culprits: set[int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only whoever is refused fails, even where another has come to the head of the queue meanwhile."""
+    """Only the refused request fails, also where another is the head of the queue by then."""
     for seed in range(20):
         core = Core(seed, device=WatchedDevice(100, 4), running_max=3, policy=policy(name))
         step_until(core, lambda core=core: scheduler_of(core)._state.pool and not core.engine.waiting("cache"))
@@ -277,7 +277,7 @@ def test_rule_liveness_a_cache_that_refuses_for_ever(
         assert core.blocks().blocks_free == core.blocks().blocks_total
 
 
-def test_rule_liveness_whoever_was_refused_fails_and_not_who_came_in_front_of_it(
+def test_rule_liveness_refused_request_fails_and_not_a_later_head(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     core = Core(0, device=WatchedDevice(100, 4), policy=policy("priority"))
@@ -294,7 +294,7 @@ def test_rule_liveness_whoever_was_refused_fails_and_not_who_came_in_front_of_it
     assert core.ends()[1].reason is FinishReason.LENGTH
 
 
-def test_rule_liveness_a_cache_that_sets_everybody_aside_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule_liveness_requests_set_aside_forever_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Core(0, device=WatchedDevice(100, 4), running_max=3)
     step_until(core, lambda: scheduler_of(core)._state.pool and not core.engine.waiting("cache"))
     monkeypatch.setattr(tables_of(core), "is_being_computed", lambda admission: True)
@@ -305,7 +305,7 @@ def test_rule_liveness_a_cache_that_sets_everybody_aside_for_ever(monkeypatch: p
     assert all("all wait for a prefix" in end.error for end in core.ends().values())
 
 
-def test_before_the_executor_is_ready_nothing_is_given_up() -> None:
+def test_liveness_check_waits_for_the_executor() -> None:
     core = Core(0, device=WatchedDevice(100, 4))
     core.scheduler.actor, scheduler = None, core.scheduler.actor
     assert scheduler is not None
@@ -318,7 +318,7 @@ def test_before_the_executor_is_ready_nothing_is_given_up() -> None:
     check(core)
 
 
-async def test_where_nobody_answers_the_engine_says_why() -> None:
+async def test_explain_without_an_answer_raises_with_the_reason() -> None:
     async with stub_engine() as engine:
         crash(engine, "scheduler")
         with pytest.raises(errors.EngineBusy, match=r"no answer within 0\.001 s"):

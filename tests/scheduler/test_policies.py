@@ -1,4 +1,4 @@
-"""Whom each policy serves next and who loses its blocks: the queue alone, and the whole core."""
+"""The order in which each policy serves and preempts: in the queue alone, and in the whole core."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def numbers(requests: Sequence[Any]) -> list[int]:
 
 
 def served(queue: Queue, cost: float = 0.0) -> list[int]:
-    """Everybody in the order of service, each charged before the next is taken."""
+    """All requests in the order of service, each charged before the next one is taken."""
     order = []
     while len(queue):
         (first,) = queue.head(1)
@@ -59,7 +59,7 @@ def served(queue: Queue, cost: float = 0.0) -> list[int]:
 # The order of the queue.
 
 
-def test_fcfs_serves_in_order_of_arrival_whoever_asks_for_more() -> None:
+def test_fcfs_serves_in_order_of_arrival() -> None:
     queue = queue_of("fcfs")
     requests = [tracked(n, Service(priority=n, deadline_seconds=10.0 - n)) for n in range(6)]
     for request in random.Random(1).sample(requests, 6):
@@ -68,24 +68,24 @@ def test_fcfs_serves_in_order_of_arrival_whoever_asks_for_more() -> None:
     assert served(queue) == list(range(6))
 
 
-def test_a_level_of_priority_is_worth_so_much_waiting() -> None:
+def test_priority_level_equals_aging_seconds_of_waiting() -> None:
     queue = queue_of("priority", aging_seconds=10.0)
     queue.join(tracked(0, Service(priority=0), at=0.0))
-    queue.join(tracked(1, Service(priority=1), at=9.9))  # within ten seconds: before the first
-    queue.join(tracked(2, Service(priority=1), at=10.1))  # the first has waited for a whole level
+    queue.join(tracked(1, Service(priority=1), at=9.9))  # within ten seconds of the first: served before it
+    queue.join(tracked(2, Service(priority=1), at=10.1))  # the first has waited for one level
     queue.join(tracked(3, Service(priority=-1), at=1.0))
     queue.join(tracked(4, Service(priority=2), at=10.1))
     assert served(queue) == [4, 1, 0, 2, 3]
 
 
-def test_among_equals_of_a_priority_the_first_is_first() -> None:
+def test_equal_priorities_are_served_in_order_of_arrival() -> None:
     queue = queue_of("priority")
     for number in (3, 1, 2):
         queue.join(tracked(number, Service(priority=5)))
     assert served(queue) == [1, 2, 3]
 
 
-def test_earliest_deadline_first_and_those_without_one_last() -> None:
+def test_deadline_serves_earliest_first_and_no_deadline_last() -> None:
     queue = queue_of("deadline")
     seconds = [None, 30.0, 5.0, None, 12.0]
     for number, deadline in enumerate(seconds):
@@ -93,7 +93,7 @@ def test_earliest_deadline_first_and_those_without_one_last() -> None:
     assert served(queue) == [2, 4, 1, 0, 3]
 
 
-def test_fair_alternates_between_tenants_however_many_one_sends() -> None:
+def test_fair_alternates_between_tenants() -> None:
     queue = queue_of("fair")
     for number in range(100):
         queue.join(tracked(number, Service("flood")))
@@ -104,7 +104,7 @@ def test_fair_alternates_between_tenants_however_many_one_sends() -> None:
     assert not any(a and b for a, b in pairwise(first_ten))
 
 
-def test_the_head_is_the_order_that_serving_one_by_one_would_give() -> None:
+def test_head_has_the_order_of_serving_one_by_one() -> None:
     for name in POLICIES:
         chance = random.Random(name)
         queue = queue_of(name, a=1.0, b=3.0)
@@ -121,8 +121,8 @@ def test_the_head_is_the_order_that_serving_one_by_one_would_give() -> None:
         assert together == one_by_one
 
 
-def test_a_tenant_that_was_idle_gets_no_credit_for_it() -> None:
-    """Whether others waited meanwhile, or only ran."""
+def test_idle_tenant_gains_no_credit() -> None:
+    """The same holds whether other requests were waiting or only running meanwhile."""
     for others_wait in (True, False):
         queue = queue_of("fair")
         early = tracked(0, Service("idle"))
@@ -142,7 +142,7 @@ def test_a_tenant_that_was_idle_gets_no_credit_for_it() -> None:
         assert 5 <= tenants.count(True) <= 7, tenants
 
 
-def test_a_tenant_that_leaves_and_returns_pays_what_it_owes() -> None:
+def test_returning_tenant_keeps_its_charge() -> None:
     queue = queue_of("fair")
     greedy = tracked(0, Service("greedy"))
     queue.join(greedy)
@@ -154,7 +154,7 @@ def test_a_tenant_that_leaves_and_returns_pays_what_it_owes() -> None:
     assert served(queue, cost=10.0) == [1, 3, 2]
 
 
-def test_tenants_that_come_once_are_not_remembered_for_ever() -> None:
+def test_counters_of_past_tenants_are_bounded() -> None:
     queue = queue_of("fair")
     debtor = tracked(0, Service("debtor"))
     queue.charge(debtor, 1e9)
@@ -169,7 +169,7 @@ def test_tenants_that_come_once_are_not_remembered_for_ever() -> None:
     assert served(queue) == [20_001, 0], "who owes something is remembered"
 
 
-def test_rule_front_of_queue_preempted_ones_come_before_those_of_their_lane_that_never_ran() -> None:
+def test_rule_front_of_queue_preempted_requests_precede_new_ones_of_their_lane() -> None:
     for name in POLICIES:
         queue = queue_of(name)
         waiting = tracked(1, Service("a", priority=5, deadline_seconds=1.0))
@@ -180,7 +180,7 @@ def test_rule_front_of_queue_preempted_ones_come_before_those_of_their_lane_that
         assert served(queue) == [2, 1], name
 
 
-def test_the_victim_is_the_last_in_the_policy_s_order() -> None:
+def test_victim_is_the_last_in_the_policy_order() -> None:
     requests = [
         tracked(0, Service("a", priority=0, deadline_seconds=5.0)),
         tracked(1, Service("b", priority=-1, deadline_seconds=50.0)),
@@ -197,7 +197,7 @@ def test_the_victim_is_the_last_in_the_policy_s_order() -> None:
 
 
 class Counted(tuple):  # type: ignore[type-arg]
-    """A rank that counts how often it is compared."""
+    """A rank that counts its comparisons."""
 
     comparisons = 0
 
@@ -221,7 +221,7 @@ def comparisons_of(work: Any) -> int:
     return Counted.comparisons - before
 
 
-def test_a_queue_of_20_000_costs_a_few_comparisons_an_operation() -> None:
+def test_queue_of_20_000_needs_few_comparisons_per_operation() -> None:
     count, depth = 20_000, math.ceil(math.log2(20_000))
     queue = Queue(Policy(lambda request: Counted((0.0, request.number))))  # type: ignore[arg-type, return-value]
     requests = [tracked(number) for number in range(count)]
@@ -229,7 +229,7 @@ def test_a_queue_of_20_000_costs_a_few_comparisons_an_operation() -> None:
     assert max(comparisons_of(lambda r=r: queue.join(r)) for r in requests) <= depth + 1
     assert comparisons_of(lambda: queue.head(64)) <= 64 * 4 * depth
     assert comparisons_of(lambda: queue.leave(queue.head(1)[0])) <= 4 * depth
-    # Whoever leaves out of turn costs nothing by itself; tidying up afterwards costs a few for each who left.
+    # Leaving out of turn costs no comparison itself; the later clean-up costs a few for each request that left.
     leaving = [request for request in requests if request.number % 10 and request in queue._waiting]
     assert comparisons_of(lambda: [queue.leave(request) for request in leaving]) <= 8 * len(leaving)
     assert len(queue._lanes[""].places) <= 2 * len(queue) + 64, "those who left are forgotten"
@@ -237,7 +237,7 @@ def test_a_queue_of_20_000_costs_a_few_comparisons_an_operation() -> None:
     assert served(queue) == left
 
 
-def test_reorder_keeps_everybody_and_then_goes_by_the_new_policy() -> None:
+def test_reorder_keeps_all_requests_in_the_new_policys_order() -> None:
     queue = queue_of("fcfs")
     requests = [tracked(n, Service("ab"[n % 2], priority=n % 5, deadline_seconds=100.0 - n)) for n in range(20)]
     for request in requests:
@@ -252,7 +252,7 @@ def test_reorder_keeps_everybody_and_then_goes_by_the_new_policy() -> None:
     assert sorted(numbers(queue.head(100))) == numbers(left)
 
 
-def test_from_fair_to_fair_the_counters_stay_and_new_weights_count_from_then_on() -> None:
+def test_fair_to_fair_keeps_counters_and_applies_new_weights() -> None:
     queue = queue_of("fair")
     greedy, calm = tracked(0, Service("greedy")), tracked(1, Service("calm"))
     queue.join(greedy)
@@ -272,7 +272,7 @@ def test_from_fair_to_fair_the_counters_stay_and_new_weights_count_from_then_on(
 
 
 @pytest.mark.parametrize("tokens", [1e3, 1e6, 1e9, 1e12])
-def test_between_the_heaviest_tenants_a_token_counts_however_much_the_lightest_has_received(tokens: float) -> None:
+def test_one_token_decides_between_heavy_tenants_at_large_counters(tokens: float) -> None:
     queue = queue_of("fair", light=1e-6, b=1e6, c=1e6)
     light = tracked(0, Service("light"))
     queue.charge(light, tokens)
@@ -285,12 +285,12 @@ def test_between_the_heaviest_tenants_a_token_counts_however_much_the_lightest_h
     assert order[20] == 0
 
 
-def test_each_token_of_a_prompt_is_charged_once_and_none_that_the_cache_gave() -> None:
+def test_prompt_tokens_are_charged_once_and_cached_ones_never() -> None:
     queue = queue_of("fair")
     request = tracked(0, Service("a"), prompt=10)
 
     def charged(cached: int, computed: int) -> float:
-        """Run, with so many tokens cached, until so many are computed; then lose all blocks."""
+        """Run with `cached` tokens found until `computed` tokens are computed, then preempt; return the charge."""
         request.admit(cached, 0.0)
         request.computed = computed
         for _ in range(2):
@@ -306,11 +306,11 @@ def test_each_token_of_a_prompt_is_charged_once_and_none_that_the_cache_gave() -
     assert charged(0, 15) == 5.0, "the output was charged when it was sampled"
 
 
-# Who takes the place of whom, for a tenant's share.
+# Preemption for a tenant's share.
 
 
 def seats(tenants: str, first: int = 0) -> list[Request]:
-    """Running requests of tenants with names of one letter."""
+    """Running requests of tenants with one-letter names."""
     running = [tracked(first + i, Service(tenant)) for i, tenant in enumerate(tenants)]
     for request in running:
         request.admit(0, 0.0)
@@ -318,7 +318,7 @@ def seats(tenants: str, first: int = 0) -> list[Request]:
 
 
 def claim(queue: Queue, running: Sequence[Request], **options: Any) -> tuple[int, int] | None:
-    """The numbers of who comes in and who gives way, where each of those that run has a seat."""
+    """Claimant and victim of a claim for a slot, as request numbers."""
     pair = queue.find_claim(running, len(running), lambda _: 1.0, **options)
     return None if pair is None else (pair[0].number, pair[1].number)
 
@@ -330,7 +330,7 @@ def waiting_for(*tenants: str, name: str = "fair", **weights: float) -> Queue:
     return queue
 
 
-def test_one_that_has_less_than_its_share_takes_the_newest_place_of_whoever_has_most() -> None:
+def test_tenant_below_its_share_takes_the_newest_slot_of_the_largest_tenant() -> None:
     assert claim(waiting_for("b"), seats("aaaa")) == (100, 3)
     assert claim(waiting_for("c"), seats("abbbab")) == (100, 5)
     assert claim(waiting_for("a", "b", "a"), seats("aaaa")) == (101, 3)
@@ -340,28 +340,28 @@ def test_one_that_has_less_than_its_share_takes_the_newest_place_of_whoever_has_
     assert claim(waiting_for("b"), seats("a")) is None, "nor is the last place taken"
 
 
-def test_with_one_tenant_or_another_policy_nobody_gives_way() -> None:
+def test_no_preemption_with_one_tenant_or_another_policy() -> None:
     assert claim(waiting_for("a", "a"), seats("aaaa")) is None
-    assert claim(waiting_for(), seats("aaab")) is None, "nobody waits"
+    assert claim(waiting_for(), seats("aaab")) is None, "no request is waiting"
     for name in ("fcfs", "priority", "deadline"):
         assert claim(waiting_for("b", name=name), seats("aaaa")) is None
 
 
-def test_shares_of_places_follow_the_weights() -> None:
+def test_shares_of_slots_follow_the_weights() -> None:
     assert claim(waiting_for("b", b=3.0), seats("aaaabbbb")) == (100, 3)
     assert claim(waiting_for("b", b=3.0), seats("aabbbbbb")) is None
     assert claim(waiting_for("b", a=3.0), seats("aaaaaab")) is None
     assert claim(waiting_for("b", a=3.0), seats("aaaaaaa")) == (100, 6)
 
 
-def test_a_queue_that_wants_more_than_its_share_takes_only_half_of_that() -> None:
+def test_long_queue_takes_only_half_of_its_share() -> None:
     many = ["b"] * 10
     assert claim(waiting_for(*many), seats("aaaaaaab")) == (100, 6)
     assert claim(waiting_for(*many), seats("aaaaaabb")) is None
     assert claim(waiting_for("b", "b"), seats("aaaaaabb")) == (100, 5), "two fit its share"
 
 
-def test_whoever_has_received_more_beyond_the_leeway_takes_no_place() -> None:
+def test_tenant_ahead_beyond_the_leeway_takes_no_slot() -> None:
     queue, running = waiting_for("b"), seats("aaaa")
     queue.charge(tracked(0, Service("b")), LEEWAY_TOKENS)
     assert claim(queue, running) == (100, 3)
@@ -371,7 +371,7 @@ def test_whoever_has_received_more_beyond_the_leeway_takes_no_place() -> None:
     assert claim(queue, running) == (100, 3)
 
 
-def test_whoever_was_let_in_for_its_share_is_spared_and_who_cannot_come_in_takes_no_place() -> None:
+def test_request_admitted_for_its_share_is_spared_and_inadmissible_one_takes_no_slot() -> None:
     queue, running = waiting_for("b"), seats("aaaa")
     running[3].is_protected = True
     assert claim(queue, running) == (100, 2)
@@ -379,7 +379,7 @@ def test_whoever_was_let_in_for_its_share_is_spared_and_who_cannot_come_in_takes
     for request in running:
         request.is_protected = True
     assert claim(queue, running) is None
-    assert queue.victim(running).number == 3, "somebody has to lose its blocks"
+    assert queue.victim(running).number == 3, "a request has to lose its blocks"
     assert waiting_for(name="fcfs").victim(running).number == 3
     running = seats("aaaa")
     assert claim(queue, running, is_aside=lambda request: request.number == 100) is None
@@ -387,7 +387,7 @@ def test_whoever_was_let_in_for_its_share_is_spared_and_who_cannot_come_in_takes
     assert claim(queue, running) is None, "its tokens in flight have not arrived"
 
 
-def test_of_blocks_a_request_takes_only_what_leaves_the_other_no_less() -> None:
+def test_claim_of_blocks_leaves_the_other_tenant_no_less() -> None:
     queue, running = queue_of("fair"), seats("aaaa")
     queue.join(tracked(100, Service("b"), prompt=40))
     for request, capacity in zip(running, (16, 16, 32, 36), strict=True):
@@ -399,8 +399,8 @@ def test_of_blocks_a_request_takes_only_what_leaves_the_other_no_less() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_places_change_hands_a_few_times_and_never_go_back(seed: int) -> None:
-    """Whoever runs and whoever waits, the tenants get even and then it is over; none of them gives what it lacks."""
+def test_slots_change_tenants_a_few_times_and_never_back(seed: int) -> None:
+    """Claims end once the tenants are even, for any running and waiting requests; no tenant both takes and gives."""
     chance = random.Random(seed)
     weights = {tenant: chance.choice([0.5, 1.0, 1.0, 4.0]) for tenant in "abcd"}
     running = seats("".join(chance.choices("aaabcd", k=chance.randint(1, 20))))
@@ -424,7 +424,7 @@ def test_places_change_hands_a_few_times_and_never_go_back(seed: int) -> None:
         claimant.is_protected = True
         running.append(claimant)
     else:
-        raise AssertionError("it does not end")
+        raise AssertionError("claims do not end")
     assert not taken & gave
 
 
@@ -439,12 +439,12 @@ def prompts_of(tenants: str, tokens: int) -> list[Request]:
 
 
 def shared(queue: Queue, running: Sequence[Request], *, now: float = 0.0, budget: int = 100) -> dict[int, int]:
-    """Tokens of each request in a step in which one tenant's prompts may have 20."""
+    """Tokens of each request in a step with 20 tokens for one tenant's prompts."""
     plan = plan_step(running, budget, 20, others_wait=False, turns=lambda: queue.turns(running, now))
     return {request.number: count for request, count in plan}
 
 
-def test_the_prompts_of_whoever_has_little_and_no_queue_come_first_and_alone() -> None:
+def test_prompts_of_a_tenant_without_a_queue_come_first_and_alone() -> None:
     running = prompts_of("aab", 70)
     queue = waiting_for("a")
     assert shared(queue, running) == {2: 70}
@@ -456,14 +456,14 @@ def test_the_prompts_of_whoever_has_little_and_no_queue_come_first_and_alone() -
     assert shared(queue, running) == {0: 20, 2: 20}, "both have a queue"
 
 
-def test_those_whose_turn_it_is_go_by_what_they_have_received() -> None:
+def test_turns_follow_the_received_tokens() -> None:
     running = prompts_of("abc", 70)
     queue = waiting_for("a")
     queue.charge(running[1], 5.0)
     assert shared(queue, running) == {2: 70, 1: 30}
 
 
-def test_a_tenant_with_a_queue_takes_short_steps_while_another_is_about() -> None:
+def test_tenant_with_a_queue_gets_short_steps_beside_another() -> None:
     running = prompts_of("aa", 70)
     queue = waiting_for("a")
     assert shared(queue, running) == {0: 50, 1: 50}, "it is alone"
@@ -478,8 +478,8 @@ def test_a_tenant_with_a_queue_takes_short_steps_while_another_is_about() -> Non
     assert queue.turns(prompts_of("ab", 9), 1e9) is not None, "one that runs is about"
 
 
-def test_one_that_wants_no_prompt_computed_keeps_nobody_s_turn_from_coming() -> None:
-    """Whether it is only about or decodes: it has received less than any other."""
+def test_tenant_without_a_prompt_does_not_block_the_turns_of_others() -> None:
+    """The tenant has received least, and is either recently active or decoding."""
     running = prompts_of("aab", 70)
     decoding = tracked(9, Service("idle"), prompt=1)
     queue = waiting_for("a", "idle")
@@ -495,7 +495,7 @@ def test_one_that_wants_no_prompt_computed_keeps_nobody_s_turn_from_coming() -> 
     assert shared(queue, [*running, decoding]) == {9: 1, 0: 20, 2: 20}, "it wants a token of its prompt"
 
 
-def test_of_tenants_that_were_about_only_so_many_are_remembered() -> None:
+def test_recently_active_tenants_are_bounded() -> None:
     queue = queue_of("fair")
     for number in range(10 * ABOUT_MAX):
         request = tracked(number, Service(f"tenant {number}"))
@@ -504,7 +504,7 @@ def test_of_tenants_that_were_about_only_so_many_are_remembered() -> None:
     assert len(queue._came_at) == ABOUT_MAX
 
 
-def test_the_head_passes_over_tenants_that_are_not_to_come() -> None:
+def test_head_skips_excluded_tenants() -> None:
     queue = waiting_for("a", "b", "a", "c")
     assert numbers(queue.head(2, without={"a"})) == [101, 103]
     assert numbers(queue.head(9, without={"a", "b", "c"})) == []
@@ -517,7 +517,7 @@ def test_the_head_passes_over_tenants_that_are_not_to_come() -> None:
 def blocked_core(
     seed: int = 0, chosen: SetPolicy | None = None, *, running_max: int = 1, block_count: int = 400
 ) -> tuple[Core, WatchedDevice]:
-    """One request runs and takes every seat that others could have, until it has 20 tokens."""
+    """A core where one request occupies the only slot until it has 20 tokens."""
     device = WatchedDevice(block_count, 4)
     core = Core(seed, device=device, running_max=running_max, policy=chosen or policy("fcfs"))
     for request_id in range(1000, 1000 + running_max):
@@ -535,7 +535,7 @@ def blocked_core(
         (policy("fair"), [0, 3, 1, 2]),
     ],
 )
-def test_the_core_serves_in_the_policy_s_order(chosen: SetPolicy, order: list[int]) -> None:
+def test_core_serves_in_the_policy_order(chosen: SetPolicy, order: list[int]) -> None:
     core, device = blocked_core(0, chosen)
     services = [
         Service("a", 1, deadline_seconds=200.0),
@@ -549,8 +549,8 @@ def test_the_core_serves_in_the_policy_s_order(chosen: SetPolicy, order: list[in
     assert [request_id for request_id in device.order() if request_id < 1000] == order
 
 
-def test_under_priority_nobody_starves() -> None:
-    """There is always another one of higher priority, and still the first goes on when it has waited for its turn."""
+def test_priority_ages_waiting_requests() -> None:
+    """A request is served after its waiting time, though higher priorities keep arriving."""
     core, _ = blocked_core(0, policy("priority", aging_seconds=0.5))
     core.admit(0, [9, 9], Sampling(max_tokens=2), service=Service(priority=0))
     for request_id in range(1, 3):
@@ -569,7 +569,7 @@ def test_under_priority_nobody_starves() -> None:
 
 
 def tokens_by_tenant(core: Core, tenants: dict[int, str]) -> dict[str, int]:
-    """Output received so far."""
+    """Output tokens received so far, by tenant."""
     received = dict.fromkeys(tenants.values(), 0)
     for request_id, tokens in core.outputs().items():
         if request_id in tenants:
@@ -578,7 +578,7 @@ def tokens_by_tenant(core: Core, tenants: dict[int, str]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("running_max", [1, 2, 5])
-def test_fair_one_tenant_floods_and_the_other_is_served_as_much(running_max: int) -> None:
+def test_fair_flooding_tenant_gets_no_more_than_the_other(running_max: int) -> None:
     core, device = blocked_core(0, policy("fair"), running_max=running_max)
     tenants = {request_id: "flood" if request_id < 100 else "calm" for request_id in range(120)}
     for request_id, tenant in tenants.items():
@@ -590,7 +590,7 @@ def test_fair_one_tenant_floods_and_the_other_is_served_as_much(running_max: int
         if any(request_id not in device.order() for request_id in range(100, 120)):
             worst = max(worst, abs(received["flood"] - received["calm"]))
     finish(core)
-    # What they get differs by one request for each that runs at once, never by what has piled up.
+    # The tenants' outputs differ by at most one request per slot, however long the queues are.
     assert worst <= 6 * (running_max + 1)
 
 
@@ -611,8 +611,8 @@ def test_fair_shares_follow_the_weights(running_max: int) -> None:
     finish(core)
 
 
-def test_fair_one_that_was_away_takes_turns_when_it_comes_back() -> None:
-    """The other has run one long request meanwhile, with nobody waiting."""
+def test_fair_returning_tenant_takes_turns() -> None:
+    """Meanwhile the other tenant has run one long request, and the queue was empty."""
     core, _ = blocked_core(0, policy("fair"))
     core.admit(0, [1, 1], Sampling(max_tokens=1), service=Service("away"))
     core.admit(1, [2, 2], Sampling(max_tokens=300), service=Service("busy"))
@@ -628,8 +628,8 @@ def test_fair_one_that_was_away_takes_turns_when_it_comes_back() -> None:
 @pytest.mark.parametrize(
     ("chosen", "victim"), [(policy("fcfs"), 2), (policy("priority"), 1), (policy("deadline"), 0), (policy("fair"), 1)]
 )
-def test_the_core_preempts_the_policy_s_victim(chosen: SetPolicy, victim: int) -> None:
-    """Three grow until the pool is full; the one that the policy would serve last gives way."""
+def test_core_preempts_the_policys_victim(chosen: SetPolicy, victim: int) -> None:
+    """Three requests grow until the pool is full; the one that the policy serves last is preempted."""
     core = Core(0, device=WatchedDevice(1 + 12, 4), running_max=3, policy=chosen)
     services = [
         Service("a", 5, deadline_seconds=900.0),
@@ -647,12 +647,12 @@ def test_the_core_preempts_the_policy_s_victim(chosen: SetPolicy, victim: int) -
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_preempted_request_runs_again_before_one_that_never_ran(name: str, seed: int) -> None:
+def test_preempted_request_runs_before_a_new_one(name: str, seed: int) -> None:
     core = Core(seed, device=(device := WatchedDevice(1 + 12, 4)), running_max=3, policy=policy(name))
     for request_id in range(3):
         core.admit(request_id, [request_id] * 8, Sampling(max_tokens=30))
     step_until(core, lambda: running(core) == 3)
-    # Under "deadline", one that must be done before all others still comes after the one that was preempted.
+    # Under "deadline", a request with the earliest deadline still comes after the preempted one.
     core.admit(3, [3] * 8, Sampling(max_tokens=2), service=Service(priority=0, deadline_seconds=1e6))
     step_until(core, lambda: preemptions(core) == 1)
     (victim,) = [i for i in range(3) if not is_running(core, i)]
@@ -663,7 +663,7 @@ def test_a_preempted_request_runs_again_before_one_that_never_ran(name: str, see
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_policy_changes_while_a_hundred_wait_and_some_run(seed: int) -> None:
+def test_policy_changes_with_a_hundred_waiting_requests(seed: int) -> None:
     core, device = blocked_core(seed, policy("fcfs"), running_max=3)
     chance = random.Random(seed)
     services = [Service(chance.choice("ab"), p, deadline_seconds=1e6 - p) for p in chance.sample(range(100), 100)]
@@ -676,7 +676,7 @@ def test_the_policy_changes_while_a_hundred_wait_and_some_run(seed: int) -> None
         core.scheduler.tell(change)
     scheduler = scheduler_of(core)
     step_until(core, lambda: scheduler._state._queue._policy.rank(tracked(0, Service(priority=1))) == (-1e6, 0))
-    # Whoever had been chosen by then, the rest follow by priority alone.
+    # All requests chosen after the change follow by priority alone.
     begun = set(device.order()) | set(scheduler._state.running) | set(scheduler._state._block_requests.candidates)
     finish(core)
     rest = [request_id for request_id in device.order() if request_id not in begun]
@@ -687,7 +687,7 @@ def test_the_policy_changes_while_a_hundred_wait_and_some_run(seed: int) -> None
 
 
 def alternating_core(seed: int, *, running_max: int, block_count: int) -> Core:
-    """Tenant "long" holds everything that it can, with long outputs and more requests in the queue."""
+    """A core where tenant "long" holds all slots or blocks, with long outputs and more requests queued."""
     core = Core(
         seed, device=WatchedDevice(block_count, 4), running_max=running_max, policy=policy("fair"), token_budget=32
     )
@@ -704,12 +704,12 @@ def preempted_for_a_share(core: Core, request_ids: range) -> list[int]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("lead", [0.0, 900.0])
 @pytest.mark.parametrize(("running_max", "block_count"), [(4, 400), (8, 1 + 36)])
-def test_fair_one_that_comes_takes_a_place_of_whoever_holds_all(
+def test_fair_arrival_takes_a_slot_of_the_tenant_that_holds_all(
     running_max: int, block_count: int, lead: float, seed: int
 ) -> None:
-    """Of the seats, or of the blocks, and even where its tenant has received a little more than the other.
+    """The arriving request takes a slot, or blocks, even where its tenant has received slightly more than the other.
 
-    It is done long before any of the others; they lose time and no token.
+    It ends long before the others, which lose time and no token.
     """
     core = alternating_core(seed, running_max=running_max, block_count=block_count)
     step_until(core, lambda: any(len(tokens) > 9 for tokens in core.outputs().values()))
@@ -725,14 +725,14 @@ def test_fair_one_that_comes_takes_a_place_of_whoever_holds_all(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_fair_a_tenant_alone_loses_nothing_for_fairness(seed: int) -> None:
+def test_fair_single_tenant_is_never_preempted_for_a_share(seed: int) -> None:
     core = alternating_core(seed, running_max=4, block_count=400)
     finish(core)
     assert preemptions(core) == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_fair_what_is_computed_again_is_not_charged_again(seed: int) -> None:
+def test_fair_recomputed_tokens_are_not_charged_again(seed: int) -> None:
     core = Core(seed, device=WatchedDevice(1 + 12, 4), running_max=3, policy=policy("fair"))
     for request_id in range(3):
         core.admit(request_id, [request_id] * 8, Sampling(max_tokens=30), service=Service("a"))
@@ -745,30 +745,30 @@ def test_fair_what_is_computed_again_is_not_charged_again(seed: int) -> None:
     assert charged == INPUT_TOKEN_COST * input_tokens + OUTPUT_TOKEN_COST * output_tokens
 
 
-# How much of a step one prompt may have.
+# The cap on one prompt's part of a step.
 
 
 def first_tokens(core: Core, device: WatchedDevice, request_id: int) -> int:
-    """Steps that ran until the first token of this request was out."""
+    """Number of steps until the first token of this request."""
     before = len(device.seen)
     step_until(core, lambda: core.outputs().get(request_id))
     return len(device.seen) - before
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_rule_long_prefill_cap_a_short_prompt_behind_a_long_one_need_not_wait_for_it(seed: int) -> None:
+def test_rule_long_prefill_cap_short_prompt_does_not_wait_for_a_long_one(seed: int) -> None:
     device = WatchedDevice(400, 4)
     core = Core(seed, device=device, token_budget=20, long_prefill_tokens=5)
     core.admit(0, list(range(200)), Sampling(max_tokens=1))
     step_until(core, lambda: device.computed() >= 40)
     core.admit(1, [300, 301, 302], Sampling(max_tokens=1))
-    # Two steps are in flight when it comes, and one of its own is computed.
+    # Two steps are in flight at its arrival, and one computes its own prompt.
     assert first_tokens(core, device, 1) <= 4
     assert is_live(core, 0)
     finish(core)
 
 
-def test_rule_long_prefill_cap_alone_a_long_prompt_gets_the_whole_budget() -> None:
+def test_rule_long_prefill_cap_lone_prompt_gets_the_whole_budget() -> None:
     device = WatchedDevice(400, 4)
     core = Core(0, device=device, token_budget=20, long_prefill_tokens=5)
     core.admit(0, list(range(200)), Sampling(max_tokens=1))
@@ -776,21 +776,21 @@ def test_rule_long_prefill_cap_alone_a_long_prompt_gets_the_whole_budget() -> No
     assert [sum(chunk.token_count for chunk in step.chunks) for step in device.seen] == [20] * 10
 
 
-def test_rule_long_prefill_cap_what_the_others_do_not_want_the_long_one_gets() -> None:
-    """Two run, and every step is full until there is nothing more to fill it with."""
+def test_rule_long_prefill_cap_long_prompt_gets_the_unused_budget() -> None:
+    """Two requests run, and every step is full as long as tokens remain."""
     device = WatchedDevice(400, 4)
     core = Core(0, device=device, token_budget=20, long_prefill_tokens=5)
     for request_id, length in enumerate((200, 60)):
         core.admit(request_id, list(range(1000 * request_id, 1000 * request_id + length)), Sampling(max_tokens=1))
     finish(core)
     assert [sum(chunk.token_count for chunk in step.chunks) for step in device.seen] == [20] * 13
-    # An even share is more than five: neither is held to less than that while both want more.
+    # An even share is more than five tokens: neither request gets fewer while both need more.
     both = [step for step in device.seen if len(step.chunks) == 2]
     assert len(both) >= 5 and all(chunk.token_count == 10 for step in both[1:-1] for chunk in step.chunks)
 
 
-def test_rule_long_prefill_cap_seats_that_are_taken_leave_nothing_to_save_for() -> None:
-    """One waits that cannot come in, so the one that runs is not held back for it."""
+def test_rule_long_prefill_cap_does_not_apply_without_a_free_slot() -> None:
+    """A waiting request that cannot be admitted does not cap the running one."""
     device = WatchedDevice(400, 4)
     core = Core(0, device=device, token_budget=20, running_max=1, long_prefill_tokens=5)
     core.admit(0, list(range(200)), Sampling(max_tokens=1))
@@ -800,8 +800,8 @@ def test_rule_long_prefill_cap_seats_that_are_taken_leave_nothing_to_save_for() 
     assert len(device.seen) <= 12
 
 
-def test_rule_skip_blocked_one_that_gets_nothing_is_passed_over() -> None:
-    """The first in line is done but for the token that is in flight; those behind it are computed."""
+def test_rule_skip_blocked_request_without_tokens_is_skipped() -> None:
+    """The first request only awaits its token in flight; the requests behind it are computed."""
     device = WatchedDevice(400, 4)
     core = Core(0, device=device, token_budget=4, steps_in_flight=3)
     core.admit(0, [1, 2], Sampling(max_tokens=1))
@@ -810,8 +810,8 @@ def test_rule_skip_blocked_one_that_gets_nothing_is_passed_over() -> None:
     assert [sum(chunk.token_count for chunk in step.chunks) for step in device.seen] == [4, 4, 4, 4, 4, 2]
 
 
-def test_the_heap_of_the_queue_stays_a_heap() -> None:
-    """Joining, leaving and looking in any order, against a sorted list."""
+def test_queue_heap_stays_a_heap() -> None:
+    """Join, leave and inspect in any order, against a sorted list."""
     chance = random.Random(9)
     queue = queue_of("priority", aging_seconds=1.0)
     waiting: list[Any] = []

@@ -1,6 +1,6 @@
-"""Any history of requests, failures and changes of policy, delivered in any order, against what each alone would get.
+"""Any history of requests, failures and policy changes, in any order of delivery, against each request's lone output.
 
-After every message the tables are walked, the bounds hold, and nothing idles that could run.
+After every message the block tables are consistent, the bounds hold, and no request idles that could run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ samplings = st.builds(
 
 @st.composite
 def prompts(draw: st.DrawFn) -> list[int]:
-    """The beginning of one of a few well-known texts, then perhaps something of its own."""
+    """The beginning of one of a few known texts, then perhaps tokens of its own."""
     shared = draw(st.sampled_from(FAMILIES))[: draw(st.sampled_from([0, 9, 33, 40]))]
     return [*shared, *draw(st.lists(st.integers(0, 3), min_size=0 if shared else 1, max_size=4))]
 
@@ -62,7 +62,7 @@ class Asked:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Clients, a device that fails now and then, and whoever changes the policy."""
+    """Clients, a device that sometimes fails, and changes of the policy."""
 
     @initialize(
         seed=st.integers(0, 1_000),
@@ -111,7 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts(), sampling=samplings, service=services, count=st.sampled_from([1, 2, 4]))
     def arrive(self, prompt: list[int], sampling: Sampling, service: Service, count: int) -> None:
-        """One, or several at once with the same beginning."""
+        """Admit one request, or several with the same beginning."""
         for twin in range(count):
             request_id = len(self.asked)
             own = prompt if count == 1 else [*prompt, twin]
@@ -121,7 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule(data=st.data(), sampling=samplings, count=st.sampled_from([1, 3]))
     def sample(self, data: st.DataObject, sampling: Sampling, count: int) -> None:
-        """More outputs for the prompt of one that may be over by now."""
+        """Admit more samples of a request, which may have ended."""
         sample_of = data.draw(st.sampled_from(sorted(self.asked)))
         first = self.asked[sample_of]
         for request_id in range(len(self.asked), len(self.asked) + count):
@@ -148,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(each.computed < each.prefill_tokens for each in self.running))
     @rule()
     def leave(self) -> None:
-        """Whoever computes its prompt leaves, whatever others expect of it."""
+        """Abort a request that computes its prompt, also where others wait for its prefix."""
         request_id = next(each.request_id for each in self.running if each.computed < each.prefill_tokens)
         self.asked[request_id].is_aborted = True
         self.core.abort(request_id)
@@ -156,7 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(is_live(self.core, request_id) for request_id in self.core.outputs()))
     @rule(data=st.data())
     def match(self, data: st.DataObject) -> None:
-        """The detokenizer has found a stop string in the output of one, as far as it knows that."""
+        """Send a stop match in the output that the detokenizer has received."""
         outputs = self.core.outputs()
         request_id = data.draw(st.sampled_from([i for i in sorted(outputs) if is_live(self.core, i)]))
         output_tokens = data.draw(st.integers(1, len(outputs[request_id])))
@@ -184,7 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.core.scheduler.tell(policy("fcfs"))
         finish(self.core, steps_max=20_000)
         assert not scheduler_of(self.core)._state._gate.prefix_waiters
-        assert self.core.ends().keys() == self.asked.keys(), "everybody ends, nobody starves"
+        assert self.core.ends().keys() == self.asked.keys(), "every request ends"
         for request_id, asked in self.asked.items():
             self._compare(request_id, asked)
 

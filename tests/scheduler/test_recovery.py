@@ -1,4 +1,4 @@
-"""The scheduler when a peer dies, hangs or has lost its state, and a new scheduler in place of another."""
+"""The scheduler when a peer dies, hangs or loses its state, and a restarted scheduler."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from cuelight.messages.scheduler import (
 )
 
 
-class Poisoned(WatchedDevice):
-    """A step with any of `poison` in it calls `harm`."""
+class PoisonedDevice(WatchedDevice):
+    """A device that calls `harm` in a step with any of `poison`."""
 
     harm: Callable[[], object]
 
@@ -47,13 +47,13 @@ class Poisoned(WatchedDevice):
 
 
 def poisoned_core(seed: int, *poison: int, steps_in_flight: int, is_killed: bool = False) -> Core:
-    """A core whose executor crashes, or is killed from outside, over a step with any of `poison` in it."""
+    """A core whose executor crashes, or is killed from outside, in a step with any of `poison`."""
 
     def lose() -> None:
         raise DeviceLost("poisoned")
 
-    def device() -> Poisoned:
-        made = Poisoned(100, 4)
+    def device() -> PoisonedDevice:
+        made = PoisonedDevice(100, 4)
         made.poison = set(poison)
         made.harm = (lambda: core.kill_executor("by a test")) if is_killed else lose
         return made
@@ -75,13 +75,13 @@ def check_outputs(core: Core, count: int, max_tokens: int = 12, without: tuple[i
             assert core.ends()[request_id].reason is reason
 
 
-def heard(core: Core, kind: type[object]) -> list[object]:
+def received(core: Core, kind: type[object]) -> list[object]:
     return [message for message in core.observer.messages if isinstance(message, kind)]
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("steps", [20, 60, 90])
-def test_streams_go_on_over_an_executors_death(seed: int, steps: int) -> None:
+def test_streams_continue_after_the_executors_death(seed: int, steps: int) -> None:
     core = Core(seed, device=StubDevice(60, 4), steps_in_flight=seed % 3 + 1, running_max=3)
     admit_all(core, 5)
     for _ in range(steps):
@@ -89,12 +89,12 @@ def test_streams_go_on_over_an_executors_death(seed: int, steps: int) -> None:
     core.lose_executor("a driver bug")
     finish(core)
     check_outputs(core, 5)
-    assert len(heard(core, Recovering)) == len(heard(core, Recovered)) == 1
+    assert len(received(core, Recovering)) == len(received(core, Recovered)) == 1
     assert [m for m in core.intake.messages if isinstance(m, CapacityChanged)] == [CapacityChanged(236)] * 2
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_streams_go_on_over_the_cache_managers_death(seed: int) -> None:
+def test_streams_continue_after_the_cache_managers_death(seed: int) -> None:
     core = Core(seed, device=StubDevice(60, 4), running_max=3)
     admit_all(core, 5)
     for _ in range(40 + 3 * seed):
@@ -102,10 +102,10 @@ def test_streams_go_on_over_the_cache_managers_death(seed: int) -> None:
     core.lose_cache()
     finish(core)
     check_outputs(core, 5)
-    assert len(heard(core, Recovering)) == len(heard(core, Recovered)) == 1
+    assert len(received(core, Recovering)) == len(received(core, Recovered)) == 1
 
 
-def test_an_answer_to_a_question_that_is_void_is_not_taken() -> None:
+def test_answer_to_a_void_round_is_ignored() -> None:
     core = Core(0, device=StubDevice(60, 4))
     finish(core)
     admit_all(core, 1)
@@ -119,7 +119,7 @@ def test_an_answer_to_a_question_that_is_void_is_not_taken() -> None:
     check_outputs(core, 1)
 
 
-def test_nothing_is_planned_until_there_is_another_executor() -> None:
+def test_nothing_is_planned_until_the_next_executor_is_ready() -> None:
     core = Core(0, device=StubDevice(60, 4))
     admit_all(core, 3)
     step_until(core, lambda: running(core) == 3)
@@ -136,7 +136,7 @@ def test_nothing_is_planned_until_there_is_another_executor() -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("is_killed", "deaths"), [(False, 3), (True, 5)])
 def test_a_request_that_kills_the_executor_fails_alone(is_killed: bool, deaths: int, seed: int) -> None:
-    """A kill from outside says less of whoever was there, so two more of those are borne."""
+    """A kill from outside is weaker evidence against a request than a crash, so two more are allowed."""
     core = poisoned_core(seed, 2, steps_in_flight=2, is_killed=is_killed)
     admit_all(core, 5)
     finish(core)
@@ -144,11 +144,11 @@ def test_a_request_that_kills_the_executor_fails_alone(is_killed: bool, deaths: 
     check_outputs(core, 5, without=(2,))
     assert core.ends()[2].failure is FailureCause.EXECUTOR_DEATHS
     assert core.ends()[2].error.startswith(f"the executor died {deaths} times with this request, the last time alone")
-    assert not heard(core, GaveUp)
+    assert not received(core, GaveUp)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_several_fail_one_after_another_and_the_others_go_on(seed: int) -> None:
+def test_several_deadly_requests_fail_and_the_others_continue(seed: int) -> None:
     core = poisoned_core(seed, 0, 3, steps_in_flight=3)
     admit_all(core, 5)
     finish(core)
@@ -156,7 +156,7 @@ def test_several_fail_one_after_another_and_the_others_go_on(seed: int) -> None:
     assert {core.ends()[request_id].reason for request_id in (0, 3)} == {FinishReason.FAILED}
 
 
-def test_whoever_was_there_twice_runs_alone_until_it_has_sampled_two_tokens() -> None:
+def test_suspect_of_two_deaths_runs_alone_until_it_has_sampled_two_tokens() -> None:
     suspects = [tracked(number) for number in range(3)]
     assert recovery.attribute_crash(suspects, from_outside=False) is None
     assert not any(each.suspect for each in suspects)
@@ -197,19 +197,19 @@ def test_the_cause_of_a_death_says_whether_it_came_from_outside(
     assert recovery.is_from_outside(death, "scheduler") is is_from_outside
 
 
-def test_deaths_without_a_step_in_between_come_to_an_end() -> None:
+def test_deaths_without_a_step_in_between_are_given_up_on() -> None:
     core = Core(0, device=StubDevice(60, 4), restarts_max=2)
     finish(core)
     for deaths in range(1, 5):
         core.lose_executor("it raised")
         finish(core)
-        assert len(heard(core, GaveUp)) == (deaths > 2), "and it is said once"
-    (gave_up,) = heard(core, GaveUp)
+        assert len(received(core, GaveUp)) == (deaths > 2), "sent once"
+    (gave_up,) = received(core, GaveUp)
     assert isinstance(gave_up, GaveUp)
     assert "died 3 times" in gave_up.reason and "it raised" in gave_up.reason
 
 
-def test_a_step_that_was_done_is_new_hope() -> None:
+def test_completed_step_resets_the_count_of_deaths() -> None:
     core = Core(0, device=StubDevice(60, 4), restarts_max=2)
     for number in range(4):
         core.admit(number, [5], Sampling(max_tokens=1))
@@ -217,15 +217,15 @@ def test_a_step_that_was_done_is_new_hope() -> None:
         for _ in range(2):
             core.lose_executor("it raised")
             finish(core)
-    assert not heard(core, GaveUp)
+    assert not received(core, GaveUp)
 
 
-def test_an_executor_that_hangs_is_killed() -> None:
+def test_hanging_executor_is_killed() -> None:
     core = Core(0, device=StubDevice(60, 4), executor="process")
     finish(core)
     admit_all(core, 2, max_tokens=40)
     step_until(core, lambda: len(core.outputs().get(1, ())) > 5 and len(scheduler_of(core)._state._steps) > 0)
-    core.executor.actor = Deaf()
+    core.executor.actor = Unresponsive()
     before = core.now()
     while not core.kills:
         assert core.step()
@@ -235,8 +235,8 @@ def test_an_executor_that_hangs_is_killed() -> None:
     check_outputs(core, 2, max_tokens=40)
 
 
-class Deaf:
-    """An executor that is there, and does nothing."""
+class Unresponsive:
+    """An executor that ignores every message."""
 
     def started(self) -> None: ...
 
@@ -244,22 +244,22 @@ class Deaf:
 
 
 def waits_for_a_kill(core: Core) -> float:
-    """Seconds until it comes."""
-    core.executor.actor = Deaf()
+    """Seconds until the executor is killed."""
+    core.executor.actor = Unresponsive()
     before = core.now()
     while not core.kills:
         assert core.step()
     return core.now() - before
 
 
-def test_an_executor_that_hangs_in_its_first_step_is_killed() -> None:
+def test_executor_that_hangs_in_its_first_step_is_killed() -> None:
     core = Core(0, device=StubDevice(60, 4), executor="process")
     finish(core)
     admit_all(core, 2)
     assert waits_for_a_kill(core) == pytest.approx(FIRST_STEP_SECONDS, abs=1)
 
 
-def test_the_first_step_may_take_longer_where_the_start_did() -> None:
+def test_limit_of_the_first_step_grows_with_the_start_time() -> None:
     core = Core(0, device=StubDevice(60, 4), executor="process")
     finish(core)
     core.scheduler.tell(Terminated("executor", "it died", True, ExitCause.CRASHED))
@@ -268,7 +268,7 @@ def test_the_first_step_may_take_longer_where_the_start_did() -> None:
     assert waits_for_a_kill(core) == pytest.approx(200, abs=1)
 
 
-def test_an_executor_that_hangs_while_it_takes_another_one_s_place_is_killed() -> None:
+def test_executor_that_hangs_while_taking_over_is_killed() -> None:
     core = Core(0, device=StubDevice(60, 4), executor="process")
     finish(core)
     core.scheduler.tell(Terminated("executor", "it died", True, ExitCause.CRASHED))
@@ -276,26 +276,26 @@ def test_an_executor_that_hangs_while_it_takes_another_one_s_place_is_killed() -
     assert "the executor that replaces a lost one" in core.kills[0]
 
 
-def test_an_executor_that_does_not_report_is_killed() -> None:
+def test_executor_that_does_not_report_is_killed() -> None:
     core = Core(0, device=StubDevice(60, 4), executor="process")
-    core.executor.actor = Deaf()
+    core.executor.actor = Unresponsive()
     while not core.kills:
         assert core.step()
     assert core.now() == pytest.approx(REPORT_SECONDS, abs=1)
     assert core.kills == ["the executor whose state was requested has not answered for 300 s"]
 
 
-def test_a_model_that_cannot_be_loaded_fails_the_start_and_is_tried_again_later() -> None:
+def test_unloadable_model_fails_the_start_and_is_retried_later() -> None:
     core = Core(0, device=StubDevice(60, 4), executor="process")
     finish(core)
     scheduler_of(core).handle(ExecutorFailed("no weights"))
     step_until(core, lambda: core.kills)
     assert core.kills == ["the executor cannot load the model: no weights"]
-    assert not heard(core, LoadFailed)
+    assert not received(core, LoadFailed)
     hopeless = Core(0, device=StubDevice(60, 4))
     scheduler_of(hopeless).handle(ExecutorFailed("no weights"))
-    assert heard(hopeless, LoadFailed) == [LoadFailed("no weights")]
-    assert len(heard(hopeless, GaveUp)) == 1, "nobody can make another one"
+    assert received(hopeless, LoadFailed) == [LoadFailed("no weights")]
+    assert len(received(hopeless, GaveUp)) == 1, "no other executor can be started"
 
 
 def test_an_executor_is_announced_once() -> None:
@@ -322,7 +322,7 @@ def test_an_executor_is_announced_once() -> None:
     assert len(resets) <= 1
 
 
-# A scheduler that is new.
+# A restarted scheduler.
 
 
 def admit_message(number: int, *output: int, max_tokens: int = 4) -> Admit:
@@ -330,14 +330,14 @@ def admit_message(number: int, *output: int, max_tokens: int = 4) -> Admit:
     return Admit(RequestId(number), (number, 7, 9), sampling, 1000, Service(), 0.0, output=output)
 
 
-class New:
-    """A scheduler that has not heard what it is to remember."""
+class NewScheduler:
+    """A core with a scheduler that has not received its state yet."""
 
     def __init__(self) -> None:
         self.core = Core(0, device=StubDevice(60, 4), restores=False)
         self.life = scheduler_of(self.core)._life
 
-    def remember(self, *admitted: Admit, aborted: tuple[int, ...] = (), **histories: tuple[int, ...]) -> None:
+    def restore(self, *admitted: Admit, aborted: tuple[int, ...] = (), **histories: tuple[int, ...]) -> None:
         told = tuple((RequestId(int(name[1:])), tokens) for name, tokens in histories.items())
         ids = tuple(map(RequestId, aborted))
         self.core.scheduler.tell(RestoreState(self.life, None, admitted, ids, told, has_served=True))
@@ -347,11 +347,11 @@ class New:
         return self.core
 
 
-def test_it_begins_where_the_streams_are() -> None:
-    new = New()
+def test_new_scheduler_continues_the_restored_streams() -> None:
+    new = NewScheduler()
     tokens, _ = expected_output([1, 7, 9], Sampling(max_tokens=4))
     shorter, longer = tokens[:1], tokens[:3]
-    new.remember(admit_message(0), admit_message(1, *shorter), _1=tuple(longer))
+    new.restore(admit_message(0), admit_message(1, *shorter), _1=tuple(longer))
     core = new.run()
     assert core.outputs()[1] == tokens[3:]
     assert core.outputs()[0] == expected_output([0, 7, 9], Sampling(max_tokens=4))[0]
@@ -359,20 +359,20 @@ def test_it_begins_where_the_streams_are() -> None:
     assert any(3 in each for each in positions)
     assert core.ends()[1].usage.output_tokens == 4
     assert core.device.steps > 0
-    assert heard(core, Recovering) and heard(core, Recovered)
+    assert received(core, Recovering) and received(core, Recovered)
 
 
-def test_one_whose_last_token_was_given_already_only_lacks_its_end() -> None:
-    new = New()
+def test_restored_request_with_all_tokens_ends_at_once() -> None:
+    new = NewScheduler()
     tokens, _ = expected_output([1, 7, 9], Sampling(max_tokens=4))
-    new.remember(admit_message(1), _1=tuple(tokens))
+    new.restore(admit_message(1), _1=tuple(tokens))
     core = new.run()
     assert core.outputs() == {}
     assert (core.ends()[1].reason, core.ends()[1].usage) == (FinishReason.LENGTH, Usage(3, 0, 4))
 
 
-def test_until_it_has_heard_it_plans_nothing_and_forgets_nothing() -> None:
-    new = New()
+def test_new_scheduler_plans_nothing_before_its_state_is_restored() -> None:
+    new = NewScheduler()
     core = new.core
     for message in (
         admit_message(5),
@@ -391,28 +391,28 @@ def test_until_it_has_heard_it_plans_nothing_and_forgets_nothing() -> None:
     while core.step():
         pass
     assert not is_live(core, 9), "that was for one before"
-    new.remember(admit_message(1), admit_message(2), aborted=(2,))
+    new.restore(admit_message(1), admit_message(2), aborted=(2,))
     core = new.run()
     assert set(core.ends()) == {1, 2, 5, 6}
     assert core.ends()[2].reason is core.ends()[5].reason is FinishReason.CANCELLED
     assert (core.ends()[6].reason, core.ends()[6].error) == (FinishReason.FAILED, "crash")
-    (histories,) = told_histories(core)
+    (histories,) = sent_histories(core)
     assert {ended.request_id for ended, _ in histories.ended} == {2, 5, 6}
 
 
-def test_one_that_it_cannot_take_does_not_take_the_others_with_it() -> None:
-    new = New()
+def test_restored_request_that_does_not_fit_fails_alone() -> None:
+    new = NewScheduler()
     without_room = Admit(RequestId(3), (1, 2), Sampling(), token_limit=2, service=Service(), submitted_at=0.0)
-    new.remember(without_room, admit_message(4))
+    new.restore(without_room, admit_message(4))
     core = new.run()
     assert core.ends()[3].reason is FinishReason.FAILED
     assert "cannot go on with this request" in core.ends()[3].error
     assert core.ends()[4].reason is FinishReason.LENGTH
 
 
-def test_what_has_output_comes_first() -> None:
-    new = New()
-    new.remember(admit_message(1, max_tokens=9), admit_message(2, max_tokens=9), _2=(500,))
+def test_restored_requests_with_output_come_first() -> None:
+    new = NewScheduler()
+    new.restore(admit_message(1, max_tokens=9), admit_message(2, max_tokens=9), _2=(500,))
     while new.core.step():
         waiting = scheduler_of(new.core)._state._queue
         if len(waiting) == 2:
@@ -421,29 +421,29 @@ def test_what_has_output_comes_first() -> None:
     new.run()
 
 
-# Requests that are said again, and ends that are not confirmed.
+# Requests admitted again, and unconfirmed ends.
 
 
-class Silent:
-    """A core whose detokenizer confirms nothing by itself."""
+class UnconfirmingCore:
+    """A core whose detokenizer confirms no end by itself."""
 
     def __init__(self) -> None:
         self.core = Core(0, device=StubDevice(60, 4))
         self.core.confirm_nothing()
 
 
-def told_histories(core: Core) -> list[detokenizer.Histories]:
+def sent_histories(core: Core) -> list[detokenizer.Histories]:
     return [message for message in core.detokenizer.messages if isinstance(message, detokenizer.Histories)]
 
 
-def test_a_request_that_is_admitted_again_has_its_history_told_again() -> None:
-    core = Silent().core
+def test_request_admitted_again_has_its_history_sent_again() -> None:
+    core = UnconfirmingCore().core
     core.scheduler.tell(admit_message(1, max_tokens=30))
     step_until(core, lambda: len(core.outputs().get(1, ())) >= 3)
     core.detokenizer.take()
     scheduler_of(core).handle(admit_message(1, max_tokens=30))
-    step_until(core, lambda: told_histories(core))
-    (told,) = told_histories(core)
+    step_until(core, lambda: sent_histories(core))
+    (told,) = sent_histories(core)
     ((request_id, tokens),) = told.live
     assert request_id == 1 and len(tokens) >= 3 and told.ended == ()
     finish(core)
@@ -457,7 +457,7 @@ def test_a_request_that_is_admitted_again_has_its_history_told_again() -> None:
 
 
 def test_ends_are_kept_until_they_are_confirmed() -> None:
-    core = Silent().core
+    core = UnconfirmingCore().core
     for number in range(3):
         core.scheduler.tell(admit_message(number))
     finish(core)
@@ -476,8 +476,8 @@ def test_ends_are_kept_until_they_are_confirmed() -> None:
 
 
 @pytest.mark.parametrize("is_ended", [True, False])
-def test_nobody_computes_for_a_stream_that_was_ended(is_ended: bool) -> None:
-    core = Silent().core
+def test_ended_stream_is_not_computed(is_ended: bool) -> None:
+    core = UnconfirmingCore().core
     core.scheduler.tell(admit_message(1, max_tokens=30))
     step_until(core, lambda: running(core) == 1)
     scheduler_of(core).handle(Closed((RequestId(1),), is_ended))
@@ -485,23 +485,23 @@ def test_nobody_computes_for_a_stream_that_was_ended(is_ended: bool) -> None:
     finish(core)
 
 
-def test_a_stream_that_was_ended_early_on_is_not_computed_again() -> None:
-    """Its request was still in the mailbox when the scheduler before died."""
-    new = New()
+def test_stream_ended_before_its_admission_is_not_computed() -> None:
+    """The request was still in the mailbox when the earlier scheduler died."""
+    new = NewScheduler()
     for message in (admit_message(5), Closed((RequestId(5),))):
         new.core.scheduler.tell(message)
-    new.remember()
+    new.restore()
     core = new.run()
     assert core.device.steps == 0
     assert scheduler_of(core).request_count == 0
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
-def test_one_that_comes_again_has_nothing_of_what_was_asked_for_before(
+def test_reused_request_id_gets_no_blocks_or_tokens_of_its_first_use(
     is_waiting: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An id that was over and is admitted anew, while blocks, or a token, for its first time are under way."""
-    core = Silent().core
+    """An id is admitted again while blocks, or a token, of its first use are under way."""
+    core = UnconfirmingCore().core
     finish(core)
     state = scheduler_of(core)._state
     core.scheduler.tell(admit_message(1, max_tokens=30))
@@ -516,8 +516,8 @@ def test_one_that_comes_again_has_nothing_of_what_was_asked_for_before(
     assert "step_raised" not in caplog.text
 
 
-def test_a_token_of_one_that_is_over_is_not_given_to_who_came_since() -> None:
-    core = Silent().core
+def test_token_of_an_ended_request_is_not_given_to_its_successor() -> None:
+    core = UnconfirmingCore().core
     core.scheduler.tell(admit_message(1, max_tokens=30))
     step_until(core, lambda: len(core.outputs().get(1, ())) == 3 and len(scheduler_of(core)._state._steps) > 0)
     scheduler_of(core).handle(Abort(RequestId(1)))
@@ -529,8 +529,8 @@ def test_a_token_of_one_that_is_over_is_not_given_to_who_came_since() -> None:
     assert core.outputs()[1] == expected_output([1, 7, 9], Sampling(max_tokens=30))[0]
 
 
-class Small(WatchedDevice):
-    """Has memory for so many tokens of a step."""
+class SmallMemoryDevice(WatchedDevice):
+    """A device with memory for steps of at most `fits` tokens."""
 
     fits = 0
 
@@ -542,8 +542,8 @@ class Small(WatchedDevice):
 
 
 @pytest.mark.parametrize("fits", [1, 2, 7, 30])
-def test_steps_that_do_not_fit_are_made_smaller_and_nobody_fails(fits: int) -> None:
-    device = Small(100, 4)
+def test_steps_that_do_not_fit_are_made_smaller_without_failures(fits: int) -> None:
+    device = SmallMemoryDevice(100, 4)
     device.fits = fits
     core = Core(0, device=device)
     admit_all(core, 12)
@@ -555,10 +555,10 @@ def test_steps_that_do_not_fit_are_made_smaller_and_nobody_fails(fits: int) -> N
     assert refused <= 12 * 7, "the device is not asked again and again for what it cannot do"
 
 
-def test_what_fits_is_tried_again_when_there_may_be_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_that_fits_is_raised_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = 32
     monkeypatch.setattr("cuelight.actors.scheduler.planning.STEPS_BEFORE_GROWTH", steps)
-    device = Small(1000, 4)
+    device = SmallMemoryDevice(1000, 4)
     device.fits = 4
     core = Core(0, device=device, token_budget=64)
     admit_all(core, 4, max_tokens=steps * 3)
@@ -570,8 +570,8 @@ def test_what_fits_is_tried_again_when_there_may_be_room(monkeypatch: pytest.Mon
     assert max(sum(chunk.token_count for chunk in step.chunks) for step in device.seen) > 4
 
 
-def test_a_token_that_does_not_fit_by_itself_is_its_request_s_failure() -> None:
-    device = Small(100, 4)
+def test_single_token_that_does_not_fit_fails_its_request() -> None:
+    device = SmallMemoryDevice(100, 4)
     core = Core(0, device=device)
     admit_all(core, 3)
     finish(core)
@@ -580,7 +580,7 @@ def test_a_token_that_does_not_fit_by_itself_is_its_request_s_failure() -> None:
 
 
 def lasting(host_slots: list[int | None] | None = None) -> WatchedDevice:
-    """A pool for two of the requests below, and host memory, which may be what another device has left."""
+    """A device with a pool for two of the requests below, and host memory, perhaps that of an earlier device."""
     device = WatchedDevice(13, 4, host_block_count=40)
     device.host = msgspec.structs.replace(device.host, memory=5)
     device._host_slots = device._host_slots if host_slots is None else host_slots
@@ -593,7 +593,7 @@ def admit_long(core: Core, count: int) -> None:
 
 
 @pytest.mark.parametrize("lasts", [True, False])
-def test_what_was_saved_before_the_executor_died_is_loaded_and_not_computed(lasts: bool) -> None:
+def test_blocks_saved_before_the_executors_death_are_loaded(lasts: bool) -> None:
     first = lasting()
     core = Core(0, device=first)
     admit_long(core, 6)
@@ -613,16 +613,16 @@ def test_what_was_saved_before_the_executor_died_is_loaded_and_not_computed(last
     assert second.computed() == (4 if lasts else 20)
 
 
-def test_copies_of_steps_that_nobody_has_answered_may_not_have_been_made() -> None:
-    """Nor has anybody made those that no step has been given yet."""
+def test_copies_of_unanswered_steps_count_as_not_made() -> None:
+    """Copies that no step contains yet count as not made either."""
     core = Core(0, device=lasting())
     admit_long(core, 2)
     finish(core)
-    core.executor.actor = Deaf()
+    core.executor.actor = Unresponsive()
     core.admit(7, list(range(700, 740)), Sampling(max_tokens=2))
     step_until(core, lambda: core.blocks().blocks_saved > 0 and len(scheduler_of(core)._state._steps) > 0)
     assert core.blocks().host_blocks_used > 0
-    core.lose_executor("by a test", lasting(), is_killed=True)  # where nothing has been saved
+    core.lose_executor("by a test", lasting(), is_killed=True)  # with empty host memory
     step_until(core, lambda: not core.blocks().host_blocks_used)
     finish(core)
     assert core.ends()[7].reason is FinishReason.LENGTH

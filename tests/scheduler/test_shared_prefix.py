@@ -1,4 +1,4 @@
-"""Requests that arrive together with one prefix: it is computed once, whatever happens to whoever computes it."""
+"""Requests that arrive together with one prefix: it is computed once, whatever happens to its leader."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def outputs_are_right(core: Core, request_ids: range, sampling: Sampling, prefix
 @pytest.mark.parametrize("token_budget", [3, 8, 41, 512])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_prefix_is_computed_once(seed: int, token_budget: int) -> None:
-    """Each of the others computes its own last block, and one token for each output token but the last."""
+    """Each other request computes its last block, and one token for each output token but the last."""
     device = WatchedDevice(200, 4)
     core = Core(seed, device=device, token_budget=token_budget, running_max=8)
     sampling = Sampling(max_tokens=3)
@@ -49,7 +49,7 @@ def test_a_prefix_is_computed_once(seed: int, token_budget: int) -> None:
     assert device.computed() == 41 + 11 * 1 + 12 * 2
 
 
-def test_without_a_common_block_nobody_waits_for_another() -> None:
+def test_requests_without_a_common_block_do_not_wait() -> None:
     device = WatchedDevice(200, 4)
     core = Core(0, device=device, token_budget=512)
     for request_id in range(6):
@@ -61,8 +61,8 @@ def test_without_a_common_block_nobody_waits_for_another() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("token_budget", [7, 13, 20])
-def test_chunks_of_one_token_are_no_decodes(block_size: int, token_budget: int) -> None:
-    """Prompts whose last chunk holds a single token, before and after the hit, for a leader and for those behind it."""
+def test_prefill_chunks_of_one_token_are_not_decodes(block_size: int, token_budget: int) -> None:
+    """Prompts whose last chunk has one token, before and after the hit, for the leader and its followers."""
     for length in range(token_budget - 1, 3 * token_budget + 3):
         device = WatchedDevice(2 + 4 * -(-(length + 9) // block_size), block_size)
         core = Core(length, device=device, token_budget=token_budget, running_max=4)
@@ -73,7 +73,7 @@ def test_chunks_of_one_token_are_no_decodes(block_size: int, token_budget: int) 
 
 
 def leader_in_the_middle(seed: int, count: int = 5, service: Service | None = None) -> tuple[Core, WatchedDevice]:
-    """The first request has computed a part of the prefix that the others wait for."""
+    """A core whose first request has computed a part of the prefix that the others wait for."""
     device = WatchedDevice(100, 4)
     core = Core(seed, device=device, token_budget=8, running_max=8)
     core.admit(0, [*PREFIX, 0], Sampling(max_tokens=4), service=service or Service())
@@ -112,15 +112,15 @@ def test_a_leader_whose_steps_fail_is_followed_by_another(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_after_one_failed_step_the_leader_goes_on_and_the_others_too(seed: int) -> None:
+def test_leader_and_followers_continue_after_one_failed_step(seed: int) -> None:
     core, device = leader_in_the_middle(seed)
     device.failures = 1
     finish(core)
     outputs_are_right(core, range(5), Sampling(max_tokens=4))
 
 
-def test_a_leader_that_is_preempted_goes_on_later() -> None:
-    """One that runs already grows into the blocks of the leader, who is the newest."""
+def test_preempted_leader_continues_later() -> None:
+    """A request that runs already takes the blocks of the leader, which is the newest."""
     for seed in range(20):
         device = WatchedDevice(1 + 17, 4)
         core = Core(seed, device=device, token_budget=5, running_max=8)
@@ -134,7 +134,7 @@ def test_a_leader_that_is_preempted_goes_on_later() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_leader_leaves_at_any_moment(seed: int) -> None:
-    """Also between the question for blocks and its answer, which says then that somebody waits for the leader."""
+    """Also between `Reserve` and a `Granted` that lists requests waiting for the leader."""
     for moment in range(4, 40):
         core = Core(seed, device=WatchedDevice(100, 4), token_budget=8, running_max=8)
         together(core, 3, Sampling(max_tokens=2))
@@ -147,8 +147,8 @@ def test_the_leader_leaves_at_any_moment(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_those_who_wait_are_not_forgotten_when_the_last_block_comes_meanwhile(seed: int) -> None:
-    """The prefix is complete between the question and the answer that sets the others aside; the leader runs on."""
+def test_prefix_waiters_continue_when_the_last_block_completes_meanwhile(seed: int) -> None:
+    """The prefix completes between `Reserve` and the `Granted` that sets the others aside; the leader continues."""
     for moment in range(4, 40, 2):
         device = WatchedDevice(200, 4)
         core = Core(seed, device=device, token_budget=16, running_max=8, long_prefill_tokens=8)
@@ -163,7 +163,7 @@ def test_those_who_wait_are_not_forgotten_when_the_last_block_comes_meanwhile(se
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_those_behind_one_that_is_set_aside_go_on(seed: int) -> None:
+def test_requests_behind_a_prefix_waiter_continue(seed: int) -> None:
     core, device = leader_in_the_middle(seed)
     core.admit(7, [9, 9], Sampling(max_tokens=1))
     step_until(core, lambda: not is_live(core, 7))
@@ -173,8 +173,8 @@ def test_those_behind_one_that_is_set_aside_go_on(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_those_behind_many_that_are_set_aside_go_on_at_once(seed: int) -> None:
-    """There is one seat left, and each that is tried for it waits for the leader, who could use every step alone."""
+def test_requests_behind_many_prefix_waiters_continue_at_once(seed: int) -> None:
+    """One slot is free; each request tried for it waits for the leader, whose prompt could fill every step."""
     device = WatchedDevice(400, 4)
     core = Core(seed, device=device, token_budget=8, running_max=2, long_prefill_tokens=4)
     prefix = list(range(2000, 2200))
@@ -186,8 +186,8 @@ def test_those_behind_many_that_are_set_aside_go_on_at_once(seed: int) -> None:
     outputs_are_right(core, range(20), Sampling(max_tokens=1), prefix)
 
 
-def test_who_is_set_aside_is_tried_twice_and_not_at_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once to be set aside, once to be admitted; the leader's prompt takes fifty steps."""
+def test_prefix_waiter_is_tried_twice_and_not_at_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower is tried once to be set aside and once to be admitted; the leader's prompt takes fifty steps."""
     core = Core(1, device=WatchedDevice(400, 4), token_budget=8, running_max=16, long_prefill_tokens=4)
     prefix = list(range(2000, 2200))
     asked: list[int] = []
@@ -205,7 +205,7 @@ def test_who_is_set_aside_is_tried_twice_and_not_at_every_chunk(monkeypatch: pyt
     assert max(asked.count(request_id) for request_id in range(12)) <= 3
 
 
-def test_more_than_can_be_set_aside_still_all_end() -> None:
+def test_more_requests_than_prefix_waiters_allowed_all_end() -> None:
     core = Core(2, device=WatchedDevice(600, 4), token_budget=32, running_max=100, long_prefill_tokens=8)
     together(core, DEFERRED_MAX + 100, Sampling(max_tokens=1))
     for _ in range(200_000):
@@ -217,7 +217,7 @@ def test_more_than_can_be_set_aside_still_all_end() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_tiny_pools_and_any_order_of_delivery(seed: int) -> None:
-    """A pool for little more than one: nobody waits for ever, and nobody is let in over the head of another."""
+    """The pool holds little more than one request: none waits forever, and none is admitted before an earlier one."""
     chance = random.Random(seed)
     block_size = chance.choice([1, 2, 4, 16])
     blocks = -(-60 // block_size) * chance.choice([1, 1, 2]) + chance.randint(0, 3)
@@ -241,7 +241,7 @@ def test_tiny_pools_and_any_order_of_delivery(seed: int) -> None:
     outputs_are_right(core, range(8), sampling)
 
 
-def test_the_same_prompt_many_times_is_computed_once_but_for_its_last_block() -> None:
+def test_equal_prompts_are_computed_once_except_the_last_block() -> None:
     device = WatchedDevice(200, 4)
     core = Core(3, device=device, token_budget=16, running_max=4)
     for request_id in range(10):
@@ -252,8 +252,8 @@ def test_the_same_prompt_many_times_is_computed_once_but_for_its_last_block() ->
 
 
 @pytest.mark.parametrize(("shared", "sample_of", "enough"), [(9, None, 8), (39, None, 36), (40, 0, 39)])
-def test_nobody_waits_for_tokens_that_it_cannot_share(shared: int, sample_of: int | None, enough: int) -> None:
-    """Tokens of a block that differs before its end, and the last token (rule `recompute-last`)."""
+def test_no_request_waits_for_tokens_that_it_cannot_share(shared: int, sample_of: int | None, enough: int) -> None:
+    """Unshareable: tokens of a block that differs before its end, and the last token (rule `recompute-last`)."""
     core = Core(0, device=WatchedDevice(100, 4), token_budget=enough)
     core.admit(0, PREFIX if sample_of == 0 else [*PREFIX[: enough + 1], 0], Sampling(max_tokens=4))
     core.admit(1, PREFIX if sample_of == 0 else [*PREFIX[:shared], 1, 2], Sampling(max_tokens=4), sample_of=sample_of)

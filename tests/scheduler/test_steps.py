@@ -1,4 +1,4 @@
-"""The scheduler with the real cache manager and executor around a stub device, one message at a time."""
+"""The scheduler with the real cache manager and executor on a stub device, one message at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuelight.messages.scheduler import StepDone
 
 
 class WatchedDevice(StubDevice):
-    """Keeps every step it ran."""
+    """A device that records every step."""
 
     def __init__(self, block_count: int, block_size: int) -> None:
         super().__init__(block_count, block_size)
@@ -28,7 +28,7 @@ class WatchedDevice(StubDevice):
 
 
 def requests(seed: int, count: int, prompt_max: int, output_max: int) -> list[tuple[list[int], Sampling]]:
-    """Some share a prefix, so the prefix cache takes part."""
+    """Random prompts and sampling options; some prompts share a prefix."""
     chance = random.Random(seed)
     shared = [chance.randrange(1000) for _ in range(prompt_max // 2)]
     made = []
@@ -41,11 +41,11 @@ def requests(seed: int, count: int, prompt_max: int, output_max: int) -> list[tu
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_order_of_delivery_gives_each_request_what_it_gets_alone(seed: int) -> None:
+def test_any_order_of_delivery_gives_each_request_its_lone_output(seed: int) -> None:
     chance = random.Random(seed)
     block_size = chance.choice([1, 2, 4, 16])
     longest = 80
-    # From "just enough for one" to "room for all".
+    # Room for one request up to room for all.
     block_count = 2 + -(-longest // block_size) * chance.choice([1, 1, 2, 5])
     core = Core(
         seed,
@@ -73,7 +73,7 @@ def test_any_order_of_delivery_gives_each_request_what_it_gets_alone(seed: int) 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_aborts_and_failed_steps_touch_nobody_else(seed: int) -> None:
+def test_aborts_and_failed_steps_affect_no_other_request(seed: int) -> None:
     chance = random.Random(seed)
     device = FailingDevice(40, 4, lambda step: chance.random() < 0.03)
     core = Core(seed, device=device, token_budget=chance.choice([4, 32]), running_max=6)
@@ -94,14 +94,14 @@ def test_aborts_and_failed_steps_touch_nobody_else(seed: int) -> None:
         if end.reason is FinishReason.CANCELLED:
             assert request_id in aborted
         elif end.reason is not FinishReason.FAILED:
-            # FAILED needs two bad steps in a row for one request: rare, and then nobody else's matter.
+            # FAILED needs two failed steps in a row for one request: rare, and without effect on others.
             assert end.reason is reason and got == tokens
         assert got == tokens[: len(got)]
     assert core.blocks().blocks_free == core.blocks().blocks_total
 
 
 class OverflowingDevice(StubDevice):
-    """Makes no numbers of some requests' last tokens, and counts what it computes for each."""
+    """A device with non-finite logits for some requests, which counts the tokens computed for each."""
 
     def __init__(self, overflows: set[int]) -> None:
         super().__init__(60, 4)
@@ -118,7 +118,7 @@ class OverflowingDevice(StubDevice):
         return msgspec.structs.replace(done, request_ids=tuple(sound), token_ids=tuple(sound.values()), failed=failed)
 
 
-def test_nobody_finds_what_a_request_computed_whose_logits_were_no_numbers() -> None:
+def test_blocks_of_a_request_with_non_finite_logits_are_not_reused() -> None:
     device = OverflowingDevice({1})
     core = Core(0, device=device, token_budget=8)
     prompt = list(range(40))
@@ -127,14 +127,14 @@ def test_nobody_finds_what_a_request_computed_whose_logits_were_no_numbers() -> 
         core.run()
     assert core.ends()[1].reason is FinishReason.FAILED
     assert core.ends()[2].reason is FinishReason.LENGTH
-    # Of each the token that a decode in flight computed for nothing.
+    # For each request, one token of a decode that was already in flight.
     assert device.computed[1] - 1 == 40 - 16, "it found what the first one had computed"
     assert device.computed[2] - 1 == 38 - 16, "and so did the last one, but nothing of the second's"
     assert core.blocks().blocks_free == core.blocks().blocks_total
 
 
 def test_a_request_that_breaks_every_step_fails_alone() -> None:
-    """What is at fault is found by running suspects one at a time; the others never notice."""
+    """Running suspects one at a time finds the faulty request; the outputs of the others are unchanged."""
     poison = [666, 666, 666]
     device = FailingDevice(200, 4, lambda step: False)
     culprit = 3
@@ -158,7 +158,7 @@ def test_a_request_that_breaks_every_step_fails_alone() -> None:
     assert core.blocks().blocks_free == core.blocks().blocks_total
 
 
-def test_decodes_come_before_prefills_and_the_budget_holds() -> None:
+def test_decodes_precede_prefills_within_the_token_budget() -> None:
     device = WatchedDevice(500, 4)
     core = Core(0, device=device, token_budget=10, running_max=8)
     for request_id in range(3):
@@ -187,8 +187,8 @@ def test_prefill_is_in_arrival_order() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_rule_head_of_line_nobody_is_admitted_over_the_head_of_the_queue(seed: int) -> None:
-    """The second does not fit beside the first; the third, which would, waits behind it."""
+def test_rule_head_of_line_no_request_is_admitted_before_the_head_of_the_queue(seed: int) -> None:
+    """The second request does not fit beside the first; the third, which would, waits behind it."""
     device = WatchedDevice(1 + 12, 4)
     core = Core(seed, device=device)
     core.admit(0, [1] * 20, Sampling(max_tokens=8))
@@ -215,8 +215,8 @@ def test_rule_victim_the_newest_is_preempted_first_and_keeps_its_tokens() -> Non
     assert core.figures().preemptions == sum(end.preemptions for end in core.ends().values())
 
 
-def test_rule_no_useless_step_no_step_is_run_that_nobody_needs() -> None:
-    """A prompt and three tokens take one prefill and two decodes, however many steps may be in flight."""
+def test_rule_no_useless_step_only_needed_steps_run() -> None:
+    """A prompt and three output tokens take one prefill and two decodes, with any number of steps in flight."""
     device = WatchedDevice(50, 4)
     core = Core(0, device=device, steps_in_flight=4)
     core.admit(0, [1, 2, 3], Sampling(max_tokens=3))
@@ -224,7 +224,7 @@ def test_rule_no_useless_step_no_step_is_run_that_nobody_needs() -> None:
     assert [sum(c.token_count for c in step.chunks) for step in device.seen] == [3, 1, 1]
 
 
-def test_rule_resume_as_prefill_the_prefix_of_a_conversation_is_found_again() -> None:
+def test_rule_resume_as_prefill_prefix_of_a_conversation_is_reused() -> None:
     core = Core(0, device=StubDevice(100, 4))
     prompt = list(range(100, 120))
     core.admit(0, prompt, Sampling(max_tokens=9))
@@ -251,7 +251,7 @@ def test_a_stop_string_ends_the_request_where_the_text_ended(output_tokens: int)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_one_that_leaves_while_it_is_given_the_last_block_makes_room(seed: int) -> None:
+def test_request_that_leaves_while_granted_the_last_block_frees_it(seed: int) -> None:
     core = Core(seed, device=StubDevice(2, 16))
     sampling = Sampling(max_tokens=4)
     for request_id in range(4):
@@ -270,7 +270,7 @@ def test_one_that_leaves_while_it_is_given_the_last_block_makes_room(seed: int) 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_stop_string_may_be_found_late(seed: int) -> None:
-    """The cache manager knows tokens by then that the text does not have."""
+    """The cache manager has received tokens beyond the end of the text by then."""
     core = Core(seed, device=StubDevice(80, 1), steps_in_flight=4)
     core.admit(0, [7, 8, 9], Sampling(max_tokens=60))
     while len(core.outputs().get(0, [])) < 30:
@@ -282,8 +282,8 @@ def test_a_stop_string_may_be_found_late(seed: int) -> None:
     assert core.blocks().blocks_free == core.blocks().blocks_total
 
 
-def test_rule_abort_anywhere_abort_is_known_in_every_state_and_idempotent() -> None:
-    """Whatever the moment, one abort ends the request once and gives every block back."""
+def test_rule_abort_anywhere_abort_is_idempotent_in_every_state() -> None:
+    """An abort at any moment ends the request once and frees all its blocks."""
     for moment in range(0, 120, 3):
         core = Core(moment, device=StubDevice(1 + 8, 4), token_budget=6, running_max=3)
         for request_id in range(4):

@@ -1,4 +1,4 @@
-"""A peer that does not answer is named, and the watchdogs disturb nothing else."""
+"""The watchdogs name a peer that does not answer, and have no other effect."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from cuelight.messages.executor import ExecutorMessage
 from cuelight.messages.request import Sampling
 
 
-class Deaf:
-    """Takes messages and never answers."""
+class Unresponsive:
+    """A peer that never answers."""
 
     def handle(self, message: ExecutorMessage | CacheMessage) -> None:
         pass
 
 
 def passes(core: Core, seconds: float) -> None:
-    """Deliver everything that happens in that time."""
+    """Let `seconds` pass, and deliver every message and timer due in them."""
     until = core.now() + seconds
     core.engine.simulation.at(until, lambda: None)
     while core.now() < until:
@@ -33,11 +33,11 @@ def passes(core: Core, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("who", ["executor", "cache manager"])
-def test_whoever_is_silent_is_named_and_explains_the_wait(who: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_silent_peer_is_named_and_explains_the_wait(who: str, caplog: pytest.LogCaptureFixture) -> None:
     core = Core(0, device=WatchedDevice(50, 4))
-    finish(core)  # it is ready
+    finish(core)  # until the executor is ready
     address = core.executor if who == "executor" else core.cache
-    address.actor = Deaf()  # type: ignore[assignment]
+    address.actor = Unresponsive()  # type: ignore[assignment]
     core.admit(0, [1, 2, 3], Sampling(max_tokens=4))
     passes(core, ANSWER_SECONDS / 2)
     core.admit(1, [1, 2, 3], Sampling(max_tokens=4))
@@ -49,7 +49,7 @@ def test_whoever_is_silent_is_named_and_explains_the_wait(who: str, caplog: pyte
     assert any(f"the {who} has not answered" in moment.why for moment in explained(core, 1).timeline)
 
 
-def test_it_is_heard_when_it_answers_after_all() -> None:
+def test_late_answer_is_accepted() -> None:
     core = Core(0, device=WatchedDevice(50, 4))
     finish(core)
     cache_manager, late = core.cache.actor, []
@@ -69,7 +69,7 @@ def test_it_is_heard_when_it_answers_after_all() -> None:
     assert len(core.outputs()[0]) == 4
 
 
-def test_nobody_is_awaited_at_rest() -> None:
+def test_no_peer_is_awaited_at_rest() -> None:
     core = Core(0, device=WatchedDevice(50, 4))
     core.admit(0, [1, 2, 3], Sampling(max_tokens=4))
     finish(core)
@@ -86,8 +86,8 @@ def test_a_step_that_failed_is_not_waited_for() -> None:
     assert core.now() < ANSWER_SECONDS
 
 
-def test_one_timer_runs_where_a_wake_up_is_heard_after_it_was_given_up() -> None:
-    """The timer is over, and before the scheduler hears of it the answer comes and another question goes out."""
+def test_one_timer_runs_after_a_cancelled_wake_up_arrives() -> None:
+    """The timer fires; before its message is handled the answer arrives and another request is sent."""
     clock = VirtualClock()
     timers: list[VirtualTimer] = []
 
@@ -105,8 +105,8 @@ def test_one_timer_runs_where_a_wake_up_is_heard_after_it_was_given_up() -> None
     assert all(timer.callback is None for timer in timers)
 
 
-class Watch:
-    """A watchdog, and the seconds after which it wanted to be woken."""
+class TimedWatchdog:
+    """A watchdog, and the delays that it set timers for."""
 
     def __init__(self, least: float, first: float, fixed: float | None = None) -> None:
         self.due: list[float] = []
@@ -118,8 +118,8 @@ class Watch:
         return self._clock.call_later(seconds, lambda: None)
 
 
-def test_whoever_took_long_before_may_take_longer() -> None:
-    watch = Watch(30.0, 30.0)
+def test_limit_grows_with_earlier_answer_times() -> None:
+    watch = TimedWatchdog(30.0, 30.0)
     watchdog, due = watch.watchdog, watch.due
     watchdog.asked(0.0)
     watchdog.answered(20.0)
@@ -132,8 +132,8 @@ def test_whoever_took_long_before_may_take_longer() -> None:
     assert watchdog.silence(500.0) is None and due[-1] == FACTOR * 210.0 - 190.0, "one after the other"
 
 
-def test_a_larger_question_may_take_longer_in_proportion() -> None:
-    watch = Watch(5.0, 300.0)
+def test_limit_grows_in_proportion_to_the_request_size() -> None:
+    watch = TimedWatchdog(5.0, 300.0)
     watchdog, due = watch.watchdog, watch.due
     watchdog.asked(0.0, 10)
     assert due == [300.0], "in the first step much is compiled"
@@ -144,8 +144,8 @@ def test_a_larger_question_may_take_longer_in_proportion() -> None:
         watchdog.give_up()
 
 
-def test_only_recent_answers_count_and_none_of_an_executor_before() -> None:
-    watch = Watch(5.0, 300.0)
+def test_only_recent_answers_of_the_current_executor_count() -> None:
+    watch = TimedWatchdog(5.0, 300.0)
     watchdog, due = watch.watchdog, watch.due
     for number in range(RECENT_ANSWERS + 1):
         watchdog.asked(float(1000 * number), 10)
@@ -160,8 +160,8 @@ def test_only_recent_answers_count_and_none_of_an_executor_before() -> None:
     assert due[-1] == 300.0
 
 
-def test_a_limit_that_is_set_is_the_limit() -> None:
-    watch = Watch(5.0, 300.0, fixed=2.0)
+def test_fixed_limit_is_used() -> None:
+    watch = TimedWatchdog(5.0, 300.0, fixed=2.0)
     for size in (1, 1000):
         watch.watchdog.asked(0.0, size)
         watch.watchdog.answered(1.5)

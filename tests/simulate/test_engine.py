@@ -25,7 +25,7 @@ def core_with_requests(seed: int = 0) -> Core:
     return core
 
 
-def test_a_bug_of_an_actor_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_of_an_actor_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def handle(_self: CacheManager, _message: CacheMessage) -> None:
         raise KeyError("a bug")
 
@@ -45,7 +45,7 @@ def test_an_assertion_of_the_device_fails_the_core(monkeypatch: pytest.MonkeyPat
         core_with_requests().run()
 
 
-def test_crashes_and_kills_that_are_asked_for_are_counted_and_survived() -> None:
+def test_requested_crashes_and_kills_are_counted_and_survived() -> None:
     core = core_with_requests()
     step_until(core, lambda: len(core.outputs()) == 3)
     core.lose_executor("it raised")
@@ -57,7 +57,7 @@ def test_crashes_and_kills_that_are_asked_for_are_counted_and_survived() -> None
     assert core.outputs() == {i: expected_output([i, 7, 9], Sampling(max_tokens=8))[0] for i in range(3)}
 
 
-def test_a_message_that_waits_is_not_rest() -> None:
+def test_waiting_message_is_not_at_rest() -> None:
     engine = SimulatedEngine(0, CONFIG, LatestFigures())
     engine.run(steps_max=1000)
     engine.check_at_rest()
@@ -66,7 +66,7 @@ def test_a_message_that_waits_is_not_rest() -> None:
         engine.check_at_rest()
 
 
-def test_figures_of_live_requests_and_held_blocks_are_not_rest() -> None:
+def test_live_requests_and_held_blocks_are_not_at_rest() -> None:
     figures = LatestFigures()
     with pytest.raises(AssertionError, match="blocks are held"):
         figures.check_at_rest()
@@ -77,7 +77,7 @@ def test_figures_of_live_requests_and_held_blocks_are_not_rest() -> None:
         figures.check_at_rest()
 
 
-def test_time_passes_up_to_a_moment_and_its_timers_with_it() -> None:
+def test_advance_fires_the_timers_up_to_a_time() -> None:
     engine = SimulatedEngine(0, CONFIG, Recorder())
     fired: list[float] = []
     for seconds in (1.0, 2.0, 3.0):
@@ -86,7 +86,7 @@ def test_time_passes_up_to_a_moment_and_its_timers_with_it() -> None:
     assert (engine.now(), fired) == (2.0, [1.0, 2.0])
 
 
-def test_a_seed_gives_one_order_of_deliveries_and_another_seed_another() -> None:
+def test_seed_determines_the_order_of_deliveries() -> None:
     def order(seed: int) -> list[str]:
         actors: list[str] = []
 

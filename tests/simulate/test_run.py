@@ -46,7 +46,7 @@ SEEDS = int(os.environ.get("CUELIGHT_HISTORIES", "40"))
 
 
 @pytest.mark.timeout(300 + SEEDS)
-def test_histories() -> None:
+def test_histories_keep_the_promises() -> None:
     """As many as the environment says, in ten thousand of which each kind of misfortune has met each other."""
     status, text = told(range(SEEDS))
     assert status == 0, text
@@ -61,14 +61,14 @@ def test_histories() -> None:
     assert re.fullmatch(rf"{SEEDS:,} histories passed every check, \d+ a second\.", summary)
 
 
-def test_a_seed_is_all_there_is_to_a_history() -> None:
+def test_seed_alone_determines_a_history() -> None:
     tallies = [RunTotals(), RunTotals(), RunTotals()]
     for seed, tally in zip((5, 5, 6), tallies, strict=True):
         run_seed(seed, 12, tally)
     assert tallies[0] == tallies[1] != tallies[2]
 
 
-def test_the_command_says_the_same_in_each_interpreter() -> None:
+def test_command_prints_the_same_in_each_interpreter() -> None:
     command = [sys.executable, "-m", "cuelight", "simulate", "--seeds", "20", "--first", "40", "--requests", "9"]
     tables = []
     for hash_seed in ("1", "2"):
@@ -81,7 +81,7 @@ def test_the_command_says_the_same_in_each_interpreter() -> None:
     assert tables[0] == tables[1], "no actor looks at the order of a set"
 
 
-def test_logging_is_as_before() -> None:
+def test_simulation_restores_logging() -> None:
     level = logging.getLogger("cuelight").level
     told(range(1))
     assert logging.getLogger("cuelight").level == level
@@ -237,7 +237,7 @@ def _trusts_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (_trusts_any_memory, "the slots hold this row's tokens and nothing else"),
     ],
 )
-def test_a_planted_fault_is_found(
+def test_planted_bug_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
@@ -246,7 +246,7 @@ def test_a_planted_fault_is_found(
     assert re.search(rf"^seed \d+: \w+: .*({complaint})", text, re.MULTILINE), text
 
 
-def test_the_slow_path_is_not_the_fast_one() -> None:
+def test_reference_output_does_not_use_the_engine() -> None:
     """What the clients are checked against knows nothing of the engine."""
     tokens, text, reason = expected_output((1, 2, 3), Sampling(max_tokens=9, ignore_eos=True), 700)
     assert len(tokens) == 9

@@ -228,9 +228,7 @@ async def test_process_that_dies_at_the_start_is_replaced(folder: Path) -> None:
         await engine.stop()
 
 
-async def test_silent_process_is_an_error_of_the_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_process_is_an_error_of_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "hold unpickling").touch()
     async with stub_engine():
         pass

@@ -17,7 +17,7 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     """Open a stream: send the text of this request's tokens to `client`. Answered once: `Opened`.
 
     A `stop` string ends the text before itself; the text of the first `min_tokens` tokens is not searched for it. Has
-    no effect if the stream is open already. A resumed request begins with its earlier `output` tokens.
+    no effect if the stream is open already. `output` has the tokens that a resumed request has already.
     """
 
     request_id: RequestId

@@ -17,7 +17,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     With `sample_of`, the request is another sample of that request, with the same prompt and service. Has no effect if
     the request is known already. A request that an earlier life of intake accepted (`is_accepted`) is not refused for a
-    full queue. A resumed request has its earlier `output` tokens.
+    full queue. `output` has the tokens that a resumed request has already.
     """
 
     request_id: RequestId

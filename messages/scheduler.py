@@ -14,7 +14,7 @@ from cuelight.messages.request import FIRST_EXECUTOR, BlockCopies, ExecutorId, H
 class Admit(msgspec.Struct, frozen=True, tag=True):
     """Queue a validated request. `sampling.seed` is set; prompt and output together hold `token_limit` tokens at most.
 
-    A known request gets its output or its end sent again. A resumed request has its earlier `output` tokens.
+    If the request is known, its output or its end is sent again. `output` has the tokens that a resumed request has.
 
     `submitted_at` is when intake received the request, in seconds of the system's clock; its deadlines count from then.
     With `sample_of`, the request is another sample of that request's prompt.

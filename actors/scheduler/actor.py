@@ -216,7 +216,7 @@ class Scheduler(Actor[SchedulerInbox]):
             self._state.end_if_live(request_id, FinishReason.CANCELLED)
 
     def _close(self, closed: Closed) -> None:
-        """Forget confirmed ends. If `is_ended`, cancel live ones: an earlier scheduler had sent their ends."""
+        """Forget confirmed ends. If `is_ended`, cancel live requests, whose ends an earlier scheduler sent."""
         if closed.is_ended:
             for request_id in closed.request_ids:
                 self._state.end_if_live(request_id, FinishReason.CANCELLED)

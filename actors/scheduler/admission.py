@@ -80,19 +80,19 @@ class AdmissionGate:
         """Return a claimant for its tenant's share and its victim, if all places or all slots of the pool are taken."""
         if self.holds_new_requests:
             return None
-        seats_are_taken = len(running) >= self.running_max
-        if not seats_are_taken and not self._is_pool_exhausted(running, now):
+        is_full = len(running) >= self.running_max
+        if not is_full and not self._is_pool_exhausted(running, now):
             return None
         if self.prefix_waiters.is_full or any(request.suspect for request in running):
             return None
-        if seats_are_taken:
-            return self._waiting.find_claim(running, self.running_max, lambda _: 1, self._cannot_come)
-        return self._waiting.find_claim(running, token_capacity, Request.slots, self._cannot_come)
+        if is_full:
+            return self._waiting.find_claim(running, self.running_max, lambda _: 1, self._is_not_admissible)
+        return self._waiting.find_claim(running, token_capacity, Request.slots, self._is_not_admissible)
 
     def candidates(self, running: Collection[Request], now: float) -> list[Request]:
         """Return the requests to try now: the head of the queue, up to the number that may still run."""
-        seats = min(self.running_max - len(running), self._limits.admissions_tried_max)
-        return self._next_in_line(seats, running, now)
+        count = min(self.running_max - len(running), self._limits.admissions_tried_max)
+        return self._next_in_line(count, running, now)
 
     def _next_in_line(self, count: int, running: Collection[Request], now: float) -> list[Request]:
         """Return up to `count` requests in line, without tenants whose running prompts fill their part of a step."""
@@ -123,7 +123,7 @@ class AdmissionGate:
             self._changes_then = self._waiting.changes
         return True
 
-    def _cannot_come(self, request: Request) -> bool:
+    def _is_not_admissible(self, request: Request) -> bool:
         return request is self._not_helped or request in self.prefix_waiters
 
 

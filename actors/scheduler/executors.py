@@ -117,7 +117,7 @@ class ExecutorManager:
             return
         capacity, context_length = token_capacity(self._state.pool), self._context_length
         if self._switch.holds_new_requests and (limit := self._switch.token_limit) is not None:
-            # The next executor serves new requests; the active one does if the switch fails.
+            # New requests must fit both: the next executor serves them, or the active one if the switch fails.
             capacity = min(capacity, limit)
         self._intake.tell(intake.CapacityChanged(capacity, context_length))
 

@@ -147,7 +147,7 @@ class AdaptiveTokenBudget:
         self._fitted = 0
 
     def shrink(self, token_count: int) -> bool:
-        """Halve the budget after a step of `token_count` tokens ran out of memory; False where one token did."""
+        """Halve the budget after a step of `token_count` tokens ran out of memory. Return False if it had one token."""
         if token_count <= 1:
             return False
         self.tokens = token_count // 2

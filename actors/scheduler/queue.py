@@ -80,7 +80,7 @@ class Queue:
         self._waiting[request] = ticket = next(self._tickets)
         self.changes += 1
         tenant = self._tenant(request)
-        self._see(tenant, request.arrived_at)
+        self._note_arrival(tenant, request.arrived_at)
         lane = self._lanes.get(tenant)
         if lane is None:
             # If no tenant waits, the counter of the tenant that left last stands for those of the others.
@@ -244,7 +244,7 @@ class Queue:
             ),
         )
 
-    def _see(self, tenant: str, arrived_at: float) -> None:
+    def _note_arrival(self, tenant: str, arrived_at: float) -> None:
         self._came_at[tenant] = max(self._came_at.pop(tenant, 0.0), arrived_at)
         if len(self._came_at) > ABOUT_MAX:
             del self._came_at[next(iter(self._came_at))]

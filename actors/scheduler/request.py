@@ -87,7 +87,7 @@ class Request:
         self.cached_tokens = 0
         # Prompt tokens that the tenant was charged for or that were cached.
         self.charged_tokens = 0
-        # A resumed request counts as preempted, so that it is admitted before requests without output.
+        # A request that arrives with output counts as preempted, and so precedes requests that have never run.
         self.preemptions = 1 if admit.output else 0
         # Whether the request runs alone until it has sampled, and whether the reason is a failed step.
         self.suspect = False

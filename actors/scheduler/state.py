@@ -131,7 +131,7 @@ class SchedulerState:
             self.end(request, FinishReason.FAILED, reason, FailureCause.NO_ROOM)
 
     def end_if_complete(self, request: Request) -> None:
-        """End a resumed request whose last output token already ended it."""
+        """End a request that was admitted with output, if the last token of the output ends it."""
         output = request.output
         if output and (reason := stop_reason(request, output[-1], self._eos_token_ids)) is not None:
             self.end(request, reason)
@@ -139,7 +139,7 @@ class SchedulerState:
     def stop_matched(self, matched: StopMatched) -> None:
         """End a request whose text a stop string ended, and drop its output beyond."""
         stopped = self._requests.get(matched.request_id)
-        # An earlier scheduler may have sent more output than this one has: the match is sent again once it has as much.
+        # An earlier scheduler may have sent more output than this one has so far: then the match is sent again later.
         if stopped is not None and matched.output_tokens <= stopped.output_tokens:
             stopped.stop_at(matched.output_tokens)
             self.end(stopped, FinishReason.STOP)

@@ -55,11 +55,11 @@ class Timeline:
         events = list(self._events.get(request.request_id, ()))
         timeline = [Occurrence(at - request.arrived_at, what, why) for at, what, why in events]
         for since, until in _waits(request, events):
-            for began, why in self._shut(since, until):
+            for began, why in self._obstacles_between(since, until):
                 timeline.append(Occurrence(max(began, since) - request.arrived_at, "kept waiting", why))
         return Explanation(request.request_id, state, tuple(sorted(timeline, key=lambda each: each.seconds)))
 
-    def _shut(self, since: float, until: float) -> Iterator[tuple[float, str]]:
+    def _obstacles_between(self, since: float, until: float) -> Iterator[tuple[float, str]]:
         """Yield obstacles in effect between `since` and `until`, the latest first, each after its start time."""
         ended = math.inf
         for began, why in reversed(self._obstacles):

@@ -135,7 +135,7 @@ class EngineConfig:
     journal then keeps unfinished requests and the last 64 MiB or so.
     """
     resume_seconds: float = 60.0
-    """Seconds after which resumed requests that no client has picked up are cancelled."""
+    """Seconds after the start until unfinished requests that no client has resumed are cancelled."""
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> EngineConfig:

@@ -260,7 +260,7 @@ async def test_stream_has_one_reader_at_a_time() -> None:
         stream = engine.stream("hello", max_tokens=3)
         first = asyncio.create_task(stream.result())
         await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="one reader"):
+        with pytest.raises(RuntimeError, match="one task at a time"):
             await stream.result()
         gate.allow()
         assert (await first).token_ids == expected_tokens("hello", 3)

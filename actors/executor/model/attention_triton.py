@@ -181,7 +181,7 @@ class TritonPlanner:
         return TritonPlan(key, numbers)
 
     def _pieces(self, tiles: Int64s) -> Int64s:
-        """Return how many pieces each tile's keys make, [tiles]; without a fixed span, about `_wanted` more than tiles."""
+        """Return the number of pieces of each tile, [tiles]; without a fixed span, about `_wanted` more than tiles."""
         ends = tiles[:, 5]
         span = self._span or max(SPAN_MIN, _power_of_two(-(-int(ends.sum()) // self._wanted)))
         pieces = np.maximum(1, (ends + span // 2) // span)

@@ -1,8 +1,8 @@
 """Linear layers with packed or quantized weights, and their installation in a model.
 
 torch's float32 layers on the CPU use the weight in its original layout, which for the few rows of a decode step takes
-up to twice as long as with a layout by oneDNN. Quantized weights have a quarter of the bytes, and the time of few rows is
-the time to read the weights.
+up to twice as long as with a layout by oneDNN. Quantized weights have a quarter of the bytes, and reading the weights
+takes most of the time of few rows.
 """
 
 from __future__ import annotations

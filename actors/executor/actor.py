@@ -113,7 +113,7 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         self._device: Device[B] | None = None
         self._prepared: deque[Callable[[], StepDone | Pending[StepDone]]] = deque()
         self._unread_steps: deque[_UnreadStep] = deque()
-        self._void = (-1, 0)  # epoch and number of a failed step: later steps of the epoch are void
+        self._void = (-1, 0)  # epoch and number of the step that failed: later steps of its epoch are void
         self._copying = False  # stays True after a copy that failed
 
     def started(self) -> None:

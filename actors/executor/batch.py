@@ -17,7 +17,7 @@ from cuelight.messages.scheduler import StepDone
 Ints = npt.NDArray[np.int64]
 
 NOT_FINITE: Final = "the model's logits are not finite numbers"
-"""The reason with which a row fails whose logits contain NaN or infinity."""
+"""The reason with which a row fails whose largest logit is not a finite number."""
 
 
 @dataclass(slots=True)
@@ -201,7 +201,7 @@ class DeviceRows:
         batch.offsets[start:stop] = positions % self._block_size
 
     def _take(self, batch: Batch, chunk: RowChunk, row: _DeviceRow, start: int) -> None:
-        """Add the row's next tokens to the batch from flat index `start`, and the row to those that sample if due."""
+        """Add the chunk to the batch at flat index `start`, and the row to `sampling_rows` if the chunk ends it."""
         begin, stop = row.computed, start + chunk.token_count
         end = begin + chunk.token_count
         assert end <= row.length, "a chunk computes tokens that exist"

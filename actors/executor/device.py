@@ -27,9 +27,9 @@ class Device(Protocol[B]):
     """A device that the executor drives from three threads.
 
     Steps are prepared on the first thread, run on the second, and pending results awaited on the third, each in the
-    order of the steps, so the three may overlap. Only `prepare` reads and writes the state of the rows; only `copy` and
-    `run` enqueue work on the device. A synchronous device returns results from `copy` and `run`; an asynchronous one
-    returns `Pending` and accepts the next step before this one is done.
+    order of the steps, so the three may overlap. `prepare` shares no state of the rows with `copy` and `run`; only
+    these two enqueue work on the device. A synchronous device returns results from `copy` and `run`; an asynchronous
+    device returns `Pending` and accepts the next step before this one is done.
     """
 
     @property

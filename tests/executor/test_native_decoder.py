@@ -311,7 +311,7 @@ def test_invalid_arguments_are_refused(native: ctypes.CDLL, folder_of: Callable[
     ):
         with pytest.raises(AssertionError, match="that exist"):
             decode(**wrong)
-    with pytest.raises(AssertionError, match="as large as was said"):
+    with pytest.raises(AssertionError, match="at most `tokens_max` tokens"):
         steps.decoder.decode(
             np.zeros(2, np.int64),
             layout(*np.zeros((3, 1), np.int64), [(0, 1, 1)], [np.array([1])]),

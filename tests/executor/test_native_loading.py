@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[object, str]] = {
     "linear by zero": ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 0}}, "does not say its factor"),
     "theta of no number": ({**LLAMA, "rope_theta": "big"}, "does not say its rope_theta"),
     "llama3 of half the numbers": ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq"),
-    "llama3 without room": ({**LLAMA, "rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "no room"),
+    "llama3 without room": ({**LLAMA, "rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "4 is not below its high"),
 }
 
 

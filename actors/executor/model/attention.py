@@ -1,6 +1,6 @@
-"""Attention over the paged pool in plain torch: the reference that every faster backend is judged by.
+"""Attention over the paged pool in plain torch, the reference for all faster backends.
 
-Registered with transformers as one attention function. The step's layout reaches it through a context variable that
+It is registered with transformers as an attention function, which reads the step's layout from a context variable that
 the runner sets, because no cache object passes through the model.
 """
 
@@ -25,21 +25,21 @@ from cuelight.messages.request import NULL_BLOCK
 ATTENTION_NAME = "cuelight_paged"
 
 IGNORED_OPTIONS = ("dropout", "position_ids", "logits_to_keep")
-"""Of what transformers gives an attention function, what changes nothing here. Neither do flags."""
+"""Arguments of an attention function in transformers that do not change the result here. Booleans do not either."""
 
 PADDING_RATIO_MAX = 1.3
-"""Decodes attend together as long as the longest context is at most this much longer than the shortest."""
+"""Decodes attend together if the longest context is at most this many times as long as the shortest."""
 
 GATHERED_TOKENS_MAX = 8192
-"""Decodes attend together up to this much context in all, so that what was gathered is still in the CPU's cache."""
+"""Decodes attend together up to this many tokens of context in total, so that gathered K/V fits the CPU's cache."""
 
 
 @dataclass(frozen=True)
 class _AttentionGroup:
-    """R rows with n query tokens each, attending together.
+    """R rows with n query tokens each, which attend together.
 
     `queries`: flat indices [R * n]. `runs`: [R * kv_heads * blocks] (block, head) runs of the pool to gather.
-    `last`: [R, n, 1], the position of each query, which is the last that it sees.
+    `last`: [R, n, 1], the position of each query, which is the last position that it attends to.
     """
 
     rows: int
@@ -51,7 +51,7 @@ class _AttentionGroup:
 
 
 class PagedAttention:
-    """One step's attention: laid out once, then used by every layer."""
+    """The attention of one step, laid out once and used by every layer."""
 
     def __init__(self, pool: KVPool, batch: Batch, query_groups: int, dtype: torch.dtype, device: torch.device) -> None:
         self._pool = pool
@@ -60,7 +60,8 @@ class PagedAttention:
         self._device = device
         self._blocks = torch.from_numpy(batch.blocks).to(device)
         self._offsets = torch.from_numpy(batch.offsets).to(device)
-        # Partly filled blocks: an earlier owner may have left NaN there, which no mask keeps out (rule `zeroed-pool`).
+        # Begun, partly filled blocks: NaN of an earlier request would pass the mask, so they are zeroed first (rule
+        # `zeroed-pool`).
         begun = np.setdiff1d(batch.blocks[batch.offsets == 0], batch.blocks[batch.offsets == pool.block_size - 1])
         self._begun = torch.from_numpy(begun).to(device) if len(begun) else None
         self._groups = [self._group(chunks) for chunks in _alike(batch.chunks, pool.block_size)]
@@ -87,12 +88,15 @@ class PagedAttention:
         )
 
     def _mask(self, number: int, window: int | None) -> torch.Tensor:
-        """[R, 1, groups * n, context] to add to the scores; the query heads of a KV head lie along the query axis."""
+        """Return the mask to add to the scores, [R, 1, groups * n, context].
+
+        The query heads of a KV head are along the query axis.
+        """
         if (known := self._masks.get((number, window))) is not None:
             return known
         group = self._groups[number]
         keys = np.arange(group.context)[None, None, :]
-        sees = keys <= group.last  # its own position and all before it
+        sees = keys <= group.last  # the query's own position and all before it
         if window is not None:
             sees &= keys > group.last - window
         mask = torch.zeros(sees.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(~sees), -torch.inf)
@@ -111,8 +115,8 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Store this layer's K/V, then attend.
 
-        `q` is [T, heads, head_dim], `k` and `v` [T, kv_heads, head_dim]; gives the shape of `q`. A token sees so many
-        as `window`, itself included. `softcap` keeps each score s within bounds: softcap * tanh(s / softcap).
+        `q` is [T, heads, head_dim], `k` and `v` are [T, kv_heads, head_dim]; the result has the shape of `q`. A token
+        attends to the last `window` tokens, including itself. `softcap` bounds scores: softcap * tanh(score / softcap).
         """
         pool = self._pool
         if self._begun is not None:
@@ -139,7 +143,7 @@ class PagedAttention:
         return gathered.view(group.rows, heads, group.context, head_dim)
 
     def _fold(self, q: torch.Tensor, group: _AttentionGroup) -> torch.Tensor:
-        """[R * n, heads, d] → [R, kv_heads, groups * n, d]: grouped heads become more queries of one KV head."""
+        """Map [R * n, heads, d] to [R, kv_heads, groups * n, d]: grouped heads become queries of their KV head."""
         heads, head_dim = self._pool.kv_heads, q.shape[-1]
         q = q.view(group.rows, group.query_count, heads, self._query_groups, head_dim)
         return q.permute(0, 2, 3, 1, 4).reshape(group.rows, heads, -1, head_dim)
@@ -153,14 +157,14 @@ class PagedAttention:
 def _capped_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float, softcap: float
 ) -> torch.Tensor:
-    """As `scaled_dot_product_attention`, which caps no scores."""
+    """As `scaled_dot_product_attention`, with capped scores."""
     scores = (q @ k.transpose(-1, -2)).float() * (scaling / softcap)
     weights = (scores.tanh_() * softcap + mask).softmax(dim=-1)
     return weights.to(v.dtype) @ v
 
 
 def _alike(chunks: list[BatchChunk], block_size: int) -> Iterator[list[BatchChunk]]:
-    """Sequences to attend together: each prefill chunk alone, decodes with others of about their length."""
+    """Return the chunks to attend together: each prefill chunk alone, decodes with others of similar length."""
     decodes: list[BatchChunk] = []
     for single, some in groupby(chunks, key=lambda chunk: chunk.stop - chunk.start == 1):
         if single:
@@ -181,7 +185,7 @@ def _alike(chunks: list[BatchChunk], block_size: int) -> Iterator[list[BatchChun
 
 
 class Attention(Protocol):
-    """One step's attention, whoever computes it."""
+    """The attention of one step, from any backend."""
 
     def attend(
         self,
@@ -201,7 +205,7 @@ _step: ContextVar[Attention] = ContextVar("cuelight_step")
 
 @contextmanager
 def attending(attention: Attention) -> Iterator[None]:
-    """Within, the registered attention function uses this step's layout."""
+    """Use `attention` for calls of the registered attention function within the block."""
     token = _step.set(attention)
     try:
         yield
@@ -218,12 +222,12 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """As `Attention.attend` of the step that runs now."""
+    """As `Attention.attend`, of the step that `attending` has set."""
     return _step.get().attend(layer, q, k, v, scaling, window, softcap)
 
 
 class UnsupportedAttention(Exception):
-    """The model asks of attention what no backend does."""
+    """The model needs a feature of attention that no backend has."""
 
 
 def _paged_attention(
@@ -238,11 +242,12 @@ def _paged_attention(
     is_causal: bool | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, None]:
-    """The function transformers calls in each layer; `query`, `key` and `value` are [1, heads, T, head_dim].
+    """The attention function that transformers calls in each layer.
 
-    Raises UnsupportedAttention for whatever else a model gives it, since that would make other numbers.
+    `query` is [1, heads, T, head_dim], `key` and `value` are [1, kv_heads, T, head_dim]. Raises UnsupportedAttention
+    for any other argument of a model that would change the result.
     """
-    if attention_mask is not None:  # transformers makes none for an attention function that it does not know
+    if attention_mask is not None:  # transformers passes no mask to a custom attention function
         raise UnsupportedAttention("this model has masks of its own, which are not supported yet")
     for name, option in options.items():
         if option is not None and not isinstance(option, bool) and name not in IGNORED_OPTIONS:
@@ -258,6 +263,6 @@ def _paged_attention(
 
 
 def register() -> None:
-    """Make the function known to transformers under `ATTENTION_NAME`; harmless when done again."""
+    """Register the attention function with transformers as `ATTENTION_NAME`. Idempotent."""
     function: Callable[..., tuple[torch.Tensor, None]] = _paged_attention
     AttentionInterface.register(ATTENTION_NAME, function)

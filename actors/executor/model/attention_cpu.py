@@ -1,4 +1,4 @@
-"""Attention over the paged pool through the native kernels: for any transformers model on the CPU."""
+"""Attention over the paged pool by the native kernels, for transformers models on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TYPES = {torch.float32: FLOAT32, torch.bfloat16: BF16}
 
 
 class CpuBackend:
-    """The backend. Raises NoNativeCode where there is no compiler for the kernels."""
+    """The backend "cpu". The constructor raises NoNativeCode if the kernels cannot be compiled."""
 
     name = "cpu"
     is_token_major = False
@@ -28,7 +28,7 @@ class CpuBackend:
 
 
 class CpuAttention:
-    """One step's attention, as `PagedAttention`: laid out once, then used by every layer."""
+    """The attention of one step, as `PagedAttention`, by the native kernels."""
 
     def __init__(self, kernels: AttentionKernels, pool: KVPool, batch: Batch) -> None:
         self._kernels = kernels
@@ -52,11 +52,11 @@ class CpuAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """Store this layer's K/V, then attend. As `PagedAttention.attend`, without `softcap`; sums are in float32.
+        """As `PagedAttention.attend`, without `softcap`; sums are in float32.
 
-        Only a window that is longer than every context is one that these kernels know.
+        The kernels have no windows, so `window` must not be shorter than the longest context.
         """
-        assert softcap is None and (window is None or window >= self._longest), "who chose this backend looked"
+        assert softcap is None and (window is None or window >= self._longest), "`choose` has checked the model"
         pool = _pool(self._pool, layer)
         keys, values, queries = (each.float().contiguous() for each in (k, v, q))
         self._kernels.write(pool, self._layout, keys.numpy(), values.numpy())

@@ -1,4 +1,4 @@
-"""Attention by torch's own `varlen_attn`, FlashAttention over block tables: on CUDA, in half precision."""
+"""Attention by torch's `varlen_attn`, FlashAttention over block tables, on CUDA in half precision."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from cuelight.actors.executor.model.kv_pool import KVPool
 from cuelight.messages.request import NULL_BLOCK
 
 VarlenAttention: TypeAlias = Callable[..., torch.Tensor]
-"""`torch.nn.attention.varlen.varlen_attn`."""
+"""The type of `torch.nn.attention.varlen.varlen_attn`."""
 
 PAGE_TOKENS = 256
-"""FlashAttention 2 wants blocks of so many tokens, or of a multiple of that."""
+"""FlashAttention 2 requires a block size that is a multiple of this."""
 HEAD_DIM_MAX = 256
 HEAD_DIM_STEP = 8
 
 
 def varlen_attention() -> VarlenAttention | None:
-    """The function, where the installed torch has one that reads block tables."""
+    """Return `varlen_attn` if the installed torch has it with block tables, else None."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -32,11 +32,11 @@ def varlen_attention() -> VarlenAttention | None:
     wanted = {"block_table", "seqused_k", "num_splits", "enable_gqa", "scale", "window_size"}
     if not wanted <= set(inspect.signature(varlen_attn).parameters):
         return None
-    return cast(VarlenAttention, varlen_attn)  # which gives more than a tensor only if asked
+    return cast(VarlenAttention, varlen_attn)  # returns a tuple only with options not used here
 
 
 def is_version_2() -> bool:
-    """Whether torch uses FlashAttention 2: that it has by itself, later ones are activated by the host program."""
+    """Return whether torch uses its built-in FlashAttention 2; the host program may activate a later version."""
     from torch.nn import attention
 
     current = getattr(attention, "current_flash_attention_impl", None)
@@ -44,7 +44,7 @@ def is_version_2() -> bool:
 
 
 class FlashBackend:
-    """The backend."""
+    """The backend "flash"."""
 
     name = "flash"
     is_token_major = True
@@ -59,7 +59,7 @@ class FlashBackend:
 
 
 class FlashAttention:
-    """One step's attention, as `PagedAttention`; the pool's memory must be token-major."""
+    """The attention of one step, as `PagedAttention`, by `varlen_attn`; the pool must be token-major."""
 
     def __init__(
         self, function: VarlenAttention, pool: KVPool, batch: Batch, device: torch.device, *, is_version_2: bool
@@ -73,18 +73,18 @@ class FlashAttention:
         for row, each in enumerate(batch.chunks):
             table[row, : len(each.block_ids)] = each.block_ids
         slots = batch.blocks * pool.block_size + batch.offsets
-        # Blocks begun but not filled: what an earlier owner left in them may be NaN, which some versions spread
-        # (rule `zeroed-pool`).
+        # Begun, partly filled blocks may hold NaN of an earlier request, which some versions propagate, so they are
+        # zeroed first (rule `zeroed-pool`).
         begun = np.setdiff1d(batch.blocks[batch.offsets == 0], batch.blocks[batch.offsets == pool.block_size - 1])
         self._begun = torch.from_numpy(begun).to(device) if len(begun) else None
         self._slots = torch.from_numpy(slots).to(device)
         self._query_bounds = torch.from_numpy(_bounds(counts)).to(device)
-        # Later versions than the second take none.
+        # Versions after FlashAttention 2 accept no key bounds.
         self._key_bounds = torch.from_numpy(_bounds(lengths)).to(device) if is_version_2 else None
         self._lengths = torch.from_numpy(lengths).to(device)
         self._table = torch.from_numpy(table).to(device)
         self._query_count, self._length = int(counts.max(initial=0)), int(lengths.max(initial=0))
-        # One split: with more, version 2 leaves rows unwritten where it reads block tables.
+        # With more than one split, FlashAttention 2 leaves rows unwritten if it reads block tables.
         self._splits = 1 if is_version_2 else None
 
     def attend(
@@ -98,7 +98,7 @@ class FlashAttention:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """As `PagedAttention.attend`, without `softcap`."""
-        assert softcap is None, "who chose this backend looked"
+        assert softcap is None, "`choose` has checked the model"
         if self._begun is not None:
             self._pool.clear(layer, self._begun)
         keys, values = (stored[layer].transpose(1, 2) for stored in (self._pool.keys, self._pool.values))
@@ -113,7 +113,7 @@ class FlashAttention:
             self._query_count,
             self._length,
             scale=scaling,
-            # A query sees so many to its left beside itself, and none to its right.
+            # Tokens that a query attends to before and after itself.
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=q.shape[1] != k.shape[1],
             seqused_k=self._lengths,

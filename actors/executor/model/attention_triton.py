@@ -1,7 +1,8 @@
-"""Attention by one kernel over block tables, for prefill chunks and decodes alike: a step is planned once on the host.
+"""Attention by a single Triton kernel over block tables, for prefill chunks and decodes, planned once on the host.
 
-A plan is one array of numbers that every layer reads from the device. What a CUDA graph bakes into its launches is in
-the plan's key and nowhere else, so that a graph serves every step of its key once the numbers lie where they lay.
+A plan is an array of numbers that every layer reads on the device. All integers that a CUDA graph fixes in its launches
+are in the plan's key, so a graph is valid for every step with the same key, once its numbers are copied to the same
+memory.
 """
 
 from __future__ import annotations
@@ -24,22 +25,25 @@ Int32s: TypeAlias = npt.NDArray[np.int32]
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
 ITEM, MERGE = 8, 4
-"""Numbers of one item: where its block table begins, its first token, how many tokens, the first one's position, its
-keys' begin and end, its place among the partial results or -1, nothing. Of a merge: its first token, how many, the
-first of its partial results, how many."""
+"""The sizes of an item and of a merge, in numbers.
+
+An item: start of its block table, first token, token count, position of the first token, begin and end of its keys,
+index of its partial result or `NO_PLACE`, unused. A merge: first token, token count, first partial result, count of
+partial results.
+"""
 
 NO_SLOT = NO_PLACE = -1
 SPAN_MIN = 256
-"""Fewer keys than this are not worth a program of their own."""
+"""Minimum number of keys of a program, if the keys of a tile are divided."""
 PROGRAMS_PER_PROCESSOR = 4
 ALIGNED = 4
-"""Each section begins at 16 bytes, which is a condition of the compiled kernels."""
+"""Sections begin at multiples of this many int32, that is 16 bytes, which the compiled kernels require."""
 
 
 class GraphKey(NamedTuple):
-    """All that a step's launches depend on: grids, the sizes of scratch memory, and where the numbers' sections lie.
+    """All integers that a step's launches depend on: grids, sizes of scratch memory, and offsets of the sections.
 
-    `rows` query rows (tokens times the heads of a group) make a tile.
+    A tile has `rows` query rows (tokens times heads of a group).
     """
 
     tokens: int
@@ -50,19 +54,19 @@ class GraphKey(NamedTuple):
 
     @property
     def sections(self) -> tuple[int, int, int]:
-        """Where the items, the merges and the block tables begin; slots begin at 0, and tables end with the numbers."""
+        """Offsets of the items, the merges and the block tables; slots are at 0, and tables extend to the end."""
         items = _aligned(self.tokens)
         merges = items + ITEM * self.items
         return items, merges, merges + _aligned(MERGE * self.merges)
 
     def numbers(self, table_entries: int) -> int:
-        """How many numbers a plan of this key has with so many entries of block tables."""
+        """Return the count of numbers of a plan with this key and `table_entries` block table entries in total."""
         return self.sections[2] + table_entries
 
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """One step's attention on the host: `numbers` are to be moved to the device as they are."""
+    """The attention of one step on the host; `numbers` are copied to the device unchanged."""
 
     key: GraphKey
     numbers: Int32s
@@ -70,11 +74,11 @@ class TritonPlan:
 
 @dataclass(frozen=True)
 class TritonStep:
-    """A plan's numbers on the device, by section, and the memory for what several programs compute of one tile.
+    """The sections of a plan on the device, and scratch memory for partial results of divided tiles.
 
     `slots` [tokens], `items` [n, ITEM], `merges` [n, MERGE], `tables` [entries], all int32. `partials`:
-    [n, kv_heads, rows, head_dim] in float32, not divided yet; `sums`: [n, kv_heads, 2, rows], the largest score in
-    powers of two and the sum of weights.
+    [n, kv_heads, rows, head_dim] in float32, weighted sums of values; `sums`: [n, kv_heads, 2, rows] in float32, the
+    largest score, as an exponent of 2, and the sum of weights.
     """
 
     key: GraphKey
@@ -88,7 +92,7 @@ class TritonStep:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """How a layer makes its scores."""
+    """How a layer computes its scores."""
 
     scaling: float
     window: int | None
@@ -96,12 +100,12 @@ class ScoreOptions:
 
 
 class PagedKernels(Protocol):
-    """What runs on the device. Keys and values are a layer's, [blocks, kv_heads, block_size, head_dim], any strides."""
+    """The kernels. Keys and values are a layer's, [blocks, kv_heads, block_size, head_dim], with any strides."""
 
     def write(
         self, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Store `k` and `v`, [tokens, kv_heads, head_dim], at block * block_size + offset; nothing at `NO_SLOT`."""
+        """Store `k` and `v`, [tokens, kv_heads, head_dim], at `slots`: block * block_size + offset, or `NO_SLOT`."""
 
     def attend(
         self,
@@ -112,15 +116,15 @@ class PagedKernels(Protocol):
         step: TritonStep,
         scores: ScoreOptions,
     ) -> None:
-        """Every item: into `out`, or into the partial results."""
+        """Compute every item, and write it to `out` or to the partial results."""
 
     def merge(self, out: torch.Tensor, step: TritonStep) -> None:
-        """Every merge: from the partial results into `out`."""
+        """Merge partial results into `out`."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Query rows of a tile: where all tokens decode, and elsewhere. `processors` run programs at the same time."""
+    """Query rows of a tile in decode steps and in other steps, and the number of processors that run programs."""
 
     decode_rows: int
     prefill_rows: int
@@ -128,10 +132,11 @@ class Tiling:
 
 
 class TritonPlanner:
-    """Divides steps into items, for a model's heads.
+    """Divides the attention of steps into items, each computed by a program for every KV head.
 
-    `span`: keys that one program goes through, about; None takes as many as make enough programs for the device. With a
-    number, what is computed for one row that decodes does not depend on others that do, at some loss where few run.
+    `span` is the approximate number of keys of a program; None chooses it so that all processors of the device are
+    busy. With a fixed span, the result of a decoding row does not depend on the other rows, at some loss of speed if
+    there are few.
     """
 
     def __init__(
@@ -145,13 +150,13 @@ class TritonPlanner:
 
     @property
     def _wanted(self) -> int:
-        """Items that keep the device busy."""
+        """Number of items that keeps all processors busy."""
         return -(-PROGRAMS_PER_PROCESSOR * self._tiling.processors // self._kv_heads)
 
     def plan(self, batch: Batch, tokens: int | None = None) -> TritonPlan:
-        """The step's numbers. With `tokens`, padded to so many, and with few keys: for graphs.
+        """Return the plan of a step. With `tokens`, pad it to that many tokens and to one of few keys, for graphs.
 
-        Tokens that pad have no slot and see nothing: their output is zeros.
+        Padding tokens have no slot and attend to nothing; their output is zero.
         """
         bounds = [(each.start, each.stop, each.context_length) for each in batch.chunks]
         starts, stops, lengths = np.array(bounds, np.int64).reshape(-1, 3).T
@@ -176,25 +181,25 @@ class TritonPlanner:
         return TritonPlan(key, numbers)
 
     def _pieces(self, tiles: Int64s) -> Int64s:
-        """Into how many each tile's keys are divided, as [tiles]. Without a fixed span, `_wanted` more than tiles."""
+        """Return the number of pieces of each tile, [tiles]; without a fixed span, about `_wanted` more than tiles."""
         ends = tiles[:, 5]
         span = self._span or max(SPAN_MIN, _power_of_two(-(-int(ends.sum()) // self._wanted)))
         pieces = np.maximum(1, (ends + span // 2) // span)
-        # As many pieces of that length may be more than there are keys for.
+        # Rounding the length up may leave the last pieces without keys.
         return np.maximum(1, -(-ends // np.maximum(1, -(-ends // pieces))))
 
     def _padded_key(self, tokens: int, items: Int64s, merges: Int64s, rows: int) -> GraphKey:
-        """Nearly always the same for so many tokens. What is left over are items and merges of no tokens."""
+        """Return a key that is nearly always the same for `tokens`; unused items and merges have no tokens."""
         most = tokens + self._wanted
         if len(items) > most:
             most = _power_of_two(len(items))
-        # Few rows are divided as soon as they are long enough, many only where one is much longer than the others.
+        # Few tokens are divided once they have enough keys, many only if one has far more keys than the others.
         is_merged = tokens < self._wanted or len(merges) > 0
         return GraphKey(tokens, most, tokens * is_merged, most * is_merged, rows)
 
 
 def _tiles(starts: Int64s, stops: Int64s, lengths: Int64s, tables: Int64s, tokens: int) -> Int64s:
-    """[tiles, ITEM]: each chunk's tokens, `tokens` at a time, as items that go through all of their keys."""
+    """Return items [tiles, ITEM] of `tokens` tokens of a chunk each, over all of their keys."""
     counts = stops - starts
     owner, number = _repeated(-(-counts // tokens))
     first = starts[owner] + number * tokens
@@ -209,7 +214,7 @@ def _tiles(starts: Int64s, stops: Int64s, lengths: Int64s, tables: Int64s, token
 
 
 def _divided(tiles: Int64s, pieces: Int64s) -> tuple[Int64s, Int64s]:
-    """The items, and a merge for each tile that has several."""
+    """Divide tiles into `pieces` items; return the items and the merges of divided tiles."""
     if (pieces == 1).all():
         return tiles, np.zeros((0, MERGE), np.int64)
     owner, number = _repeated(pieces)
@@ -224,7 +229,7 @@ def _divided(tiles: Int64s, pieces: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def _padding(total: int, tokens: int, at_once: int) -> Int64s:
-    """Items that go through no keys, for the tokens from `total` to `tokens`."""
+    """Return items without keys for the padding tokens from `total` to `tokens`."""
     assert total <= tokens, "the step fits the graph"
     first = np.arange(total, tokens, at_once)
     items = np.zeros((len(first), ITEM), np.int64)
@@ -235,13 +240,13 @@ def _padding(total: int, tokens: int, at_once: int) -> Int64s:
 
 
 def _repeated(times: Int64s) -> tuple[Int64s, Int64s]:
-    """Each index as many times as it is said, and beside it which time that is: [2, 1] gives [0, 0, 1], [0, 1, 0]."""
+    """Repeat each index `times[index]` times; return it and the repetition: [2, 1] gives [0, 0, 1] and [0, 1, 0]."""
     owner = np.repeat(np.arange(len(times)), times)
     return owner, np.arange(len(owner)) - (np.cumsum(times) - times)[owner]
 
 
 def _power_of_two(count: int) -> int:
-    """The least that is no smaller."""
+    """Return the least power of two that is not smaller than `count`."""
     return 1 << max(0, count - 1).bit_length()
 
 
@@ -250,9 +255,9 @@ def _aligned(count: int) -> int:
 
 
 class TritonAttention:
-    """One step's attention, as `PagedAttention`, from numbers that lie on the device.
+    """The attention of one step, as `PagedAttention`, from a plan's numbers on the device.
 
-    They may change between the calls of a graph, as long as they are a plan of the same key.
+    Between replays of a graph, the numbers may be overwritten by those of another plan with the same key.
     """
 
     def __init__(self, kernels: PagedKernels, pool: KVPool, step: TritonStep) -> None:
@@ -270,11 +275,11 @@ class TritonAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """As `PagedAttention.attend`, with as many tokens as the plan has; sums are in float32."""
+        """As `PagedAttention.attend`, with exactly the plan's number of tokens; sums are in float32."""
         step, keys, values = self._step, self._pool.keys[layer], self._pool.values[layer]
         assert len(q) == len(k) == len(v) == step.key.tokens, "the plan's tokens, all of them"
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        with torch.cuda.device(q.device) if q.is_cuda else nullcontext():  # where kernels are launched
+        with torch.cuda.device(q.device) if q.is_cuda else nullcontext():  # Triton launches on the current device
             self._kernels.write(k, v, keys, values, step.slots)
             self._kernels.attend(q, keys, values, out, step, ScoreOptions(scaling, window, softcap))
             if step.key.merges:
@@ -283,7 +288,7 @@ class TritonAttention:
 
 
 class TritonBackend:
-    """The backend. What a graph needs is apart: plans on the host, bound to numbers on the device."""
+    """The backend "triton", a `PlanningBackend`: it plans on the host and binds plans to numbers on the device."""
 
     name = "triton"
     is_token_major = False
@@ -294,11 +299,11 @@ class TritonBackend:
         self._device = device
 
     def plan(self, batch: Batch, tokens: int | None = None) -> TritonPlan:
-        """As `TritonPlanner.plan`. On the host alone, from any thread."""
+        """As `TritonPlanner.plan`. Thread-safe; does not use the device."""
         return self._planner.plan(batch, tokens)
 
     def bind(self, pool: KVPool, key: Hashable, numbers: torch.Tensor) -> TritonAttention:
-        """The attention of a plan of this key whose numbers are at the beginning of `numbers`: int32, on the device."""
+        """Return the attention of a plan with this key, whose numbers begin `numbers`: int32, on the device."""
         assert isinstance(key, GraphKey), "keys come from plans"
         at_items, at_merges, at_tables = key.sections
         heads, head_dim = pool.kv_heads, pool.keys[0].shape[-1]

@@ -1,4 +1,4 @@
-"""Chooses who computes attention: the fastest that this device has and that does what the model asks."""
+"""Choice of the attention backend: the fastest on this device that supports the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = get_logger("cuelight.executor")
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a model asks of attention, and where: `window` is the smallest that cuts any context short, if one does."""
+    """The attention that a model needs. `window` is the first window of a layer that is shorter than the context."""
 
     device: torch.device
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class AttentionSpec:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionSpec:
-        """Those of the model with this configuration."""
+        """Return the spec of the model with this configuration."""
         text = config.get_text_config()
         heads: int = text.num_attention_heads
         return cls(
@@ -55,12 +55,12 @@ class AttentionSpec:
 
     @property
     def query_groups(self) -> int:
-        """So many query heads share each KV head."""
+        """Number of query heads that share a KV head."""
         return self.heads // self.kv_heads
 
 
 def window_of(text: PreTrainedConfig, layer: int) -> int | None:
-    """The window that the configuration gives a layer, if it cuts any context short."""
+    """Return the window of a layer according to the configuration; None if no context exceeds it."""
     kinds: Sequence[str] = getattr(text, "layer_types", None) or ()
     if kinds and "sliding_attention" not in kinds[layer : layer + 1]:
         return None
@@ -68,27 +68,27 @@ def window_of(text: PreTrainedConfig, layer: int) -> int | None:
 
 
 def cutting(window: int | None, text: PreTrainedConfig) -> int | None:
-    """The window, if it cuts any context short."""
+    """Return the window; None if the model's context does not exceed it."""
     longest = context_length(text)
     return window if window and (longest is None or window < longest) else None
 
 
 class AttentionBackend(Protocol):
-    """Computes attention for one model. With `is_token_major` it wants a pool of that layout."""
+    """Computes attention for a model. `is_token_major` is the layout of the pool that it needs."""
 
     name: str
     is_token_major: bool
 
     def step(self, pool: KVPool, batch: Batch) -> Attention:
-        """One step's attention, laid out and moved to the device."""
+        """Return the attention of one step, with its layout on the device."""
 
 
 class BackendUnavailable(Exception):
-    """This backend is not to be had here, or does not do what the model asks; the message says why."""
+    """This backend does not run here, or does not support the model; the message says why."""
 
 
 class ReferenceBackend:
-    """Plain torch, on any device."""
+    """The backend "reference": plain torch, on any device."""
 
     name = "reference"
     is_token_major = False
@@ -102,7 +102,7 @@ class ReferenceBackend:
 
 
 def choose(name: str, spec: AttentionSpec, code_folder: Path | None) -> AttentionBackend:
-    """The backend of this name, or with "auto" the first that can; the choice is in the log. Raises CannotLoad."""
+    """Return the backend of this name, or for "auto" the fastest available; log the choice. Raises CannotLoad."""
     reasons: dict[str, str] = {}
     for candidate in _candidates(spec.device) if name == "auto" else (name,):
         try:
@@ -122,12 +122,12 @@ def choose(name: str, spec: AttentionSpec, code_folder: Path | None) -> Attentio
 
 
 def _candidates(device: torch.device) -> tuple[str, ...]:
-    """The fastest first; the last can always be had."""
+    """Return the backends for a device, the fastest first; the last is always available."""
     return {"cpu": ("cpu", "reference"), "cuda": ("triton", "flash", "reference")}.get(device.type, ("reference",))
 
 
 def _make(name: str, spec: AttentionSpec, code_folder: Path | None) -> AttentionBackend:
-    """Raises Unavailable."""
+    """Return the backend of this name. Raises BackendUnavailable, and CannotLoad for an unknown name."""
     match name:
         case "reference":
             return ReferenceBackend(spec)
@@ -166,19 +166,19 @@ def _triton(spec: AttentionSpec) -> AttentionBackend:
         raise BackendUnavailable(f"it runs on CUDA, not on {spec.device}")
     kernels = triton_kernels.TritonKernels()
     try:
-        # With so short a span all kernels there are run, and are compiled before the first request.
+        # A span of one key runs all kernels, the merge included, so that all are compiled before the first request.
         _try(TritonBackend(kernels, planner_for(spec, 1, span=1), spec.device), spec)
         backend = TritonBackend(kernels, planner_for(spec, _processors(spec.device)), spec.device)
         _try(backend, spec)
-    except Exception as error:  # a compiler and a driver fail with errors of many kinds
+    except Exception as error:  # the compiler and the driver raise errors of many types
         raise BackendUnavailable(f"its kernels do not run here: {type(error).__name__}: {error}") from error
     return backend
 
 
 def planner_for(spec: AttentionSpec, processors: int, span: int | None = None) -> TritonPlanner:
-    """Of the tiles that suit the model's heads; `span` as `TritonPlanner`'s."""
+    """Return a planner with tiles that suit the model's heads; `span` as in `TritonPlanner`."""
     groups = spec.query_groups
-    # The least that products of matrices take, unless a group is larger; and more where a chunk shares its keys.
+    # At least 16, the minimum of matrix products, and at least a group; prefill chunks share keys among more rows.
     least = max(16, 1 << (groups - 1).bit_length())
     is_wide = spec.head_dim * spec.dtype.itemsize > 256
     tiling = Tiling(least, max(least, 32 if is_wide else 64), processors)
@@ -194,7 +194,7 @@ def _processors(device: torch.device) -> int:
 
 @torch.inference_mode()
 def _try(backend: AttentionBackend, spec: AttentionSpec) -> None:
-    """A token that decodes, and a chunk of two, where all values are one and so is what is seen of them."""
+    """Compute a decode and a chunk of two tokens whose values are all ones, so the results must be ones, too."""
     pool = KVPool(
         layers=1,
         block_count=3,
@@ -214,7 +214,7 @@ def _try(backend: AttentionBackend, spec: AttentionSpec) -> None:
         for window in {None, spec.window}:
             out = backend.step(pool, batch).attend(0, q, kv, kv, 1.0, window, spec.softcap)
             if not bool(((out - 1).abs() < 0.01).all()):
-                raise RuntimeError("a mean of ones is not one")
+                raise RuntimeError("attention over values of 1 does not return 1")
 
 
 def _flash(spec: AttentionSpec) -> AttentionBackend:
@@ -238,7 +238,7 @@ def _unmet_by_flash(spec: AttentionSpec, *, is_version_2: bool) -> str | None:
     if spec.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in half precision, not in {spec.dtype}"
     if spec.softcap is not None:
-        return "it caps no scores, and this model wants them capped"
+        return "it caps no scores, which this model needs"
     if spec.head_dim > HEAD_DIM_MAX or spec.head_dim % HEAD_DIM_STEP:
         return f"heads are a multiple of {HEAD_DIM_STEP} wide and at most {HEAD_DIM_MAX}, not {spec.head_dim}"
     if is_version_2 and spec.block_size % PAGE_TOKENS:

@@ -1,8 +1,8 @@
-"""Turns a GGUF file into a Hugging Face folder: configuration, safetensors weights, tokenizer and chat template.
+"""Conversion of a GGUF file to a Hugging Face folder: configuration, safetensors weights, tokenizer and chat template.
 
-Runs as a program of its own, `python -m cuelight.actors.executor.model.gguf SOURCE FOLDER`. Its standard output is for
-the caller: `stage <done> <total> <what>` lines, then on failure one `error <message>` line and exit status 1. Knows
-nothing of where files come from or are kept.
+This module runs as a program: `python -m cuelight.actors.executor.model.gguf SOURCE FOLDER`. It writes to standard
+output, for the calling process, a line `stage <done> <total> <what>` for each stage, and on failure a line
+`error <message>`, with exit status 1.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ ALL_F32 = 0
 """The `general.file_type` of a file whose weights are all float32."""
 
 DIGIT_SPLITTERS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
-"""`tokenizer.ggml.pre` values that split every digit off by itself before the byte-level split.
+"""`tokenizer.ggml.pre` values of tokenizers that split digits one by one before the byte-level split.
 
-transformers builds their tokenizers without that first split, and `2026` then becomes other tokens than the model was
-trained on. The values it knows itself it converts rightly.
+transformers converts these tokenizers without the first split, so `2026` would become other tokens than in training.
 """
 
 CHECK_TEXTS = (
@@ -38,13 +37,14 @@ CHECK_TEXTS = (
 
 
 class ConversionFailed(Exception):
-    """The file cannot be converted; the message is one line for the user."""
+    """The file cannot be converted; the message is a single line for the user."""
 
 
 def convert(source: Path, folder: Path, stage: ReportStage) -> None:
-    """Write the model in `source` to the existing, empty `folder`. Raises `ConversionFailed`.
+    """Convert the file `source` into the existing, empty `folder`. Raises `ConversionFailed`.
 
-    Weights are stored as bfloat16, which is finer than any quantized format of GGUF; float32 files stay float32.
+    Weights are stored as bfloat16, which is more precise than any quantized format of GGUF, or as float32 if all the
+    file's weights are float32. `stage` is called with the name of each stage as it begins.
     """
     stage("reading")
     metadata = read_metadata(source)
@@ -52,7 +52,7 @@ def convert(source: Path, folder: Path, stage: ReportStage) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
     place, where = str(source.parent), {"gguf_file": source.name, "local_files_only": True}
-    # Reading the vocabulary takes seconds each time, so the configuration is read once and handed on.
+    # Each reading of the configuration takes seconds for the vocabulary, so it is read once and passed on.
     config = AutoConfig.from_pretrained(place, **where)
     stage("tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(place, **where, config=config)
@@ -65,7 +65,7 @@ def convert(source: Path, folder: Path, stage: ReportStage) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         place, **where, config=config, dtype=dtype, quantization_config=dequantize
     )
-    # transformers leaves this constructor untyped
+    # untyped in transformers
     model.generation_config = GenerationConfig(do_sample=False, **_special_ids(metadata))  # type: ignore[no-untyped-call]
     stage("writing")
     model.save_pretrained(folder)
@@ -76,7 +76,7 @@ def convert(source: Path, folder: Path, stage: ReportStage) -> None:
 
 
 def read_metadata(source: Path) -> dict[str, Any]:
-    """The file's single values by key (arrays left out), after a check that it is whole."""
+    """Return the file's metadata by key, without arrays. Raises `ConversionFailed` for an incomplete file."""
     from gguf import GGUFReader, GGUFValueType
 
     if not source.is_file():
@@ -89,22 +89,25 @@ def read_metadata(source: Path) -> dict[str, Any]:
         fields = {key: field for key, field in reader.fields.items() if field.types[:1] != [GGUFValueType.ARRAY]}
         metadata = {key: field.contents() for key, field in fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError, OSError, MemoryError) as error:
-        # The reader maps every tensor and trusts the lengths in the file: a cut one fails in any of these ways.
+        # The reader maps every tensor without checking lengths, so a truncated file raises any of these.
         raise ConversionFailed(f"{source} cannot be read as GGUF; it may be cut short ({_one_line(error)})") from error
     if "general.architecture" not in metadata:
-        raise ConversionFailed(f"{source} does not say which architecture it is")
+        raise ConversionFailed(f"{source} has no general.architecture in its metadata")
     return metadata
 
 
 def check_tokenizer(folder: Path, metadata: Mapping[str, Any]) -> None:
-    """Load the tokenizer as the engine will; it must give texts back unchanged and know the file's end token."""
+    """Load the tokenizer as the engine does, and check that texts round-trip and that it has the file's end token.
+
+    Raises `ConversionFailed`.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     for text in CHECK_TEXTS:
         back = tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True)
         if back != text:
-            raise ConversionFailed(f"its tokenizer is not converted rightly: {text!r} comes back as {back!r}")
+            raise ConversionFailed(f"the converted tokenizer is wrong: {text!r} is decoded as {back!r}")
     end_id = metadata.get("tokenizer.ggml.eos_token_id")
     if end_id is not None and tokenizer.eos_token_id != end_id:
         raise ConversionFailed(f"its end token is {end_id}, but the converted tokenizer has {tokenizer.eos_token_id}")
@@ -122,7 +125,7 @@ def _fix_pre_tokenizer(tokenizer: Any, name: str | None) -> None:
 
 
 def _special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """End, begin and padding ids. A file may name an end of turn apart from its end of text: both end an answer."""
+    """Return the ids of end, begin and padding tokens. Both an end of text and an end of turn are end tokens."""
     named = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "bos", "padding")}
     ends = list(dict.fromkeys(id_ for id_ in (named["eos"], named["eot"]) if id_ is not None))
     ids: dict[str, Any] = {"bos_token_id": named["bos"], "pad_token_id": named["padding"]}
@@ -134,7 +137,7 @@ def _special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what describes this conversion rather than the model, and name the tokenizer class by its common name."""
+    """Remove fields that describe the conversion, such as paths, and set the general name of the tokenizer class."""
     _edit(folder / "config.json", drop=("_model_name_or_path",))
     _edit(
         folder / "tokenizer_config.json",
@@ -154,7 +157,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _die_with_parent() -> None:
-    """End this process when its standard input closes: the parent holds the other end for as long as it lives."""
+    """Exit when standard input closes, which happens when the parent process ends."""
 
     def watch() -> None:
         while os.read(sys.stdin.fileno(), 4096):
@@ -170,7 +173,7 @@ def _report(line: str) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Convert `SOURCE FOLDER`; with `--watch-stdin` in front, stop as soon as standard input closes."""
+    """Run the program with `SOURCE FOLDER`, preceded by `--watch-stdin` to exit when standard input closes."""
     if arguments[:1] == ["--watch-stdin"]:
         _die_with_parent()
         arguments = arguments[1:]
@@ -184,7 +187,7 @@ def main(arguments: list[str]) -> int:
     except ConversionFailed as error:
         _report(f"error {_one_line(error)}")
         return 1
-    except Exception as error:  # the libraries' own: their text is the reason, the trace goes to stderr
+    except Exception as error:  # an error of a library: report its text, and raise it for the traceback on stderr
         _report(f"error {type(error).__name__}: {_one_line(error)}")
         raise
     return 0

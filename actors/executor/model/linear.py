@@ -1,8 +1,8 @@
-"""Linear layers that keep their weights as something else than a matrix of floats, and how they get into a model.
+"""Linear layers with packed or quantized weights, and their installation in a model.
 
-torch's own float32 path on the CPU multiplies by the weight as it lies in memory, which for the few rows of a decode
-step costs up to twice as much as with a weight that oneDNN has laid out. Quantized weights are a quarter of the bytes,
-which is what few rows wait for. Knows nothing of attention, batches or requests.
+torch's float32 layers on the CPU use the weight in its original layout, which for the few rows of a decode step takes
+up to twice as long as with a layout by oneDNN. Quantized weights have a quarter of the bytes, and reading the weights
+takes most of the time of few rows.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from torch import library
 from cuelight.actors.executor.native.linear import Arena, LinearKernels, SourceType, WeightFormat
 
 PACKED_FOR_ROWS = 32
-"""The layout is chosen for this many rows, a typical decode step, and used for any number."""
+"""The number of rows that oneDNN optimizes the layout for, a typical decode step. Any number of rows may be used."""
 
 INT8_MAX = 127
 INT_MM_ROWS_ADDED = 16
-"""CUDA's int8 product takes more rows than this. Always so many more, since what depends on the number of rows would be
-compiled again for few."""
+"""Rows of padding, since CUDA's int8 product needs more than 16 rows.
+
+The padding is the same for any number of rows: a condition on the number would compile the layer again for few rows.
+"""
 
 INT_MM_MULTIPLE = 8
-"""It takes weights of such sizes only."""
+"""CUDA's int8 product needs weights whose sizes are multiples of this."""
 
 
 class PackedWeight(NamedTuple):
-    """What a model may ask of a weight that lies packed. It is no tensor, so that nobody computes with it."""
+    """The attributes of a packed weight that a model may read. Not a tensor, so computing with it raises an error."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -40,26 +42,26 @@ class PackedWeight(NamedTuple):
 
 
 class OpaqueLinear(torch.nn.Module):
-    """`x @ weight.T + bias` by an operation that a compiler must not look into."""
+    """A linear layer, `x @ weight.T + bias`, as an operation that torch.compile does not trace."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self.weight = PackedWeight(linear.weight.shape, linear.weight.dtype, linear.weight.device)
-        # A tensor, since a number would be compiled in, and each layer would have code of its own.
+        # A tensor, since an int would be a constant in compiled code, and every layer would be compiled separately.
         self.number = torch.tensor(next(_numbers))
         _layers[int(self.number)] = self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[…, in_features] → […, out_features], of x's type."""
+        """Map […, in_features] to […, out_features], in x's dtype."""
         if torch.compiler.is_compiling():
             y: torch.Tensor = torch.ops.cuelight.linear(x, self.number, self.out_features)
             return y
         return self.compute(x)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """As `forward`, always at once."""
+        """As `forward`, never traced by the compiler."""
         raise NotImplementedError
 
 
@@ -78,7 +80,7 @@ def _(x: torch.Tensor, number: torch.Tensor, out_features: int) -> torch.Tensor:
 
 
 class PackedLinear(OpaqueLinear):
-    """A float32 weight in oneDNN's layout; the original is not kept."""
+    """A linear layer with its float32 weight in oneDNN's layout; the original weight is not kept."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__(linear)
@@ -91,7 +93,7 @@ class PackedLinear(OpaqueLinear):
 
 
 class NativeInt8Linear(OpaqueLinear):
-    """An int8 weight with a scale per output in the native kernels' layout, by rows that they quantize as they come."""
+    """A linear layer with an int8 weight and a scale per output, by the native kernels, which quantize its input."""
 
     def __init__(self, linear: torch.nn.Linear, kernels: LinearKernels, arena: Arena) -> None:
         super().__init__(linear)
@@ -105,14 +107,14 @@ class NativeInt8Linear(OpaqueLinear):
         self._added = None if linear.bias is None else np.ascontiguousarray(linear.bias.detach().float().numpy())
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """As `OpaqueLinear.compute`; in float32 within."""
+        """As `OpaqueLinear.compute`; input and result of the kernels are float32."""
         rows = x.float().contiguous().view(-1, self.in_features)
         y = torch.from_numpy(self._kernels.linear(self._packed, rows.numpy(), self._added))
         return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
 
 class Int8Linear(torch.nn.Module):
-    """The same in plain torch, on any device: one scale per output, and one per row of what comes in."""
+    """A linear layer with an int8 weight in plain torch, on any device: a scale per output and per row of input."""
 
     weight: torch.Tensor
     scales: torch.Tensor
@@ -127,9 +129,9 @@ class Int8Linear(torch.nn.Module):
         self.register_buffer("scales", scales[:, 0])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[…, in_features] → […, out_features], of x's type."""
+        """Map […, in_features] to […, out_features], in x's dtype."""
         rows = x.reshape(-1, self.in_features).float()
-        # A row that is not finite has a scale that is not, and so have all its products.
+        # A row that is not finite has a scale that is not finite, so none of its outputs is finite either.
         scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / INT8_MAX
         quantized = (rows / scales).round().to(torch.int8)
         if x.is_cuda:
@@ -142,16 +144,17 @@ class Int8Linear(torch.nn.Module):
 
 
 def pack(model: torch.nn.Module) -> int:
-    """Replace every plain float32 linear layer of a CPU model; returns how many. None where torch lacks oneDNN."""
+    """Pack every plain float32 linear layer of a model on the CPU and return how many; 0 if torch lacks oneDNN."""
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return 0
     return _replace(model, lambda linear: PackedLinear(linear) if linear.weight.dtype is torch.float32 else None)
 
 
 def quantize(model: torch.nn.Module, library: ctypes.CDLL | None) -> int:
-    """Replace plain linear layers by int8 ones, one after the other; returns how many.
+    """Replace plain linear layers by int8 layers and return how many.
 
-    With a library its kernels serve a model on the CPU. What a device's product does not take stays as it is.
+    With `library`, which requires a model on the CPU, the layers use its kernels. Without, layers whose sizes the
+    device's int8 product does not support stay as they are.
     """
     if library is not None:
         kernels, arena = LinearKernels(library), Arena()
@@ -165,7 +168,7 @@ def _fits_int_mm(linear: torch.nn.Linear) -> bool:
 
 
 def _replace(model: torch.nn.Module, make: Callable[[torch.nn.Linear], torch.nn.Module | None]) -> int:
-    """The old layer goes before the next is made, so that both forms of a model are never there at once."""
+    """Replace plain linear layers one by one, so that both forms of the whole model are never in memory at once."""
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

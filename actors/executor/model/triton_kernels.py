@@ -1,6 +1,6 @@
-"""The Triton kernels of attention over the paged pool, and how they are launched.
+"""Triton kernels of attention over the paged pool, and their launches.
 
-Whether they are compiled or interpreted is decided when this module is imported, by `TRITON_INTERPRET`.
+The environment variable `TRITON_INTERPRET`, read on import, decides whether they are compiled or interpreted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cuelight.actors.executor.model.attention_triton import ITEM, MERGE, ScoreOp
 LOG2E = 1.4426950408889634
 LAUNCH = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
 IS_INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Triton's interpreter multiplies no matrices of bfloat16, so there they are float32."""
+"""Whether kernels are interpreted. The interpreter cannot multiply bfloat16 matrices, so it multiplies float32."""
 
 
 @triton.jit
@@ -39,19 +39,19 @@ def _write(
 
 @triton.jit
 def _operand(tensor, IS_WIDENED: tl.constexpr):
-    """Of a product."""
+    """Return the operand of a matrix product."""
     return tensor.to(tl.float32) if IS_WIDENED else tensor
 
 
 @triton.jit
 def _capped(score, cap):
-    """cap * tanh(score / cap). Both are in powers of two, and the factor makes them natural again."""
+    """Return cap * tanh(score / cap). Both are multiplied by log2(e), which the factor undoes."""
     return cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * 1.4426950408889634 / cap)) + 1.0))
 
 
 @triton.jit
 def _divided(gathered, total):
-    """Zeros for rows that have seen nothing."""
+    """Return gathered / total; zeros for rows that attend to nothing."""
     return gathered / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
@@ -63,7 +63,7 @@ def _attend(  # noqa: PLR0915  # a kernel is one function
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, IS_WIDENED: tl.constexpr, ITEM: tl.constexpr,
 ):  # fmt: skip
-    """One item for one KV head; its query rows are (token, head of the group) pairs. `scale` is in powers of two."""
+    """Compute an item for a KV head. Query rows are (token, head of the group) pairs; `scale` includes log2(e)."""
     item = items + tl.program_id(0) * ITEM
     count = tl.load(item + 2)
     if count == 0:
@@ -93,7 +93,7 @@ def _attend(  # noqa: PLR0915  # a kernel is one function
         is_key = key < end
         block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0)
         place = block.to(tl.int64) * block_stride + head * head_stride + (key % BLOCK_SIZE) * slot_stride
-        # What lies behind the end is not read: it may be no number.
+        # Slots behind the end are not read, since they may hold NaN.
         stored = tl.load(keys + place[None, :] + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
         score = tl.dot(queries, _operand(stored, IS_WIDENED), input_precision="ieee") * scale
         if HAS_CAP:
@@ -103,7 +103,7 @@ def _attend(  # noqa: PLR0915  # a kernel is one function
             sees &= key[None, :] > last[:, None] - window
         score = tl.where(sees, score, float("-inf"))
         above = tl.maximum(most, tl.max(score, 1))
-        # Rows that have seen nothing yet have no largest score.
+        # A row that has attended to nothing yet has no largest score.
         level = tl.where(above == float("-inf"), 0.0, above)
         weight = tl.exp2(score - level[:, None])
         fade = tl.exp2(most - level)
@@ -130,7 +130,7 @@ def _merge(
     GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     ROWS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """One tile for one KV head, from what its items have left."""
+    """Merge the partial results of a tile for a KV head."""
     merge = merges + tl.program_id(0) * MERGE
     count = tl.load(merge + 1)
     if count == 0:
@@ -163,15 +163,15 @@ def _merge(
 
 
 class TritonKernels:
-    """Launches them, on the stream that is current."""
+    """Launches the kernels on the current stream."""
 
     def write(
         self, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """As `Kernels.write`."""
+        """As `PagedKernels.write`."""
         k, v = _rows(k), _rows(v)
         tokens, heads, dim = k.shape
-        assert keys.stride() == values.stride(), "keys and values lie alike"
+        assert keys.stride() == values.stride(), "keys and values have the same layout"
         _write[(tokens,)](
             k, v, keys, values, slots,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), *keys.stride()[:3],
@@ -206,7 +206,7 @@ class TritonKernels:
         )  # fmt: skip
 
     def merge(self, out: torch.Tensor, step: TritonStep) -> None:
-        """As `Kernels.merge`."""
+        """As `PagedKernels.merge`."""
         _, heads, dim = out.shape
         kv_heads = step.partials.shape[1]
         _merge[(step.key.merges, kv_heads)](
@@ -217,16 +217,16 @@ class TritonKernels:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, with the numbers of a head in a row."""
+    """Return the tensor with a contiguous last dimension."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _padded(count: int, least: int = 16) -> int:
-    """A power of two; products of matrices want 16 at least."""
+    """Return the next power of two, at least `least`; matrix products need 16."""
     return max(least, 1 << (count - 1).bit_length())
 
 
 def _keys_at_once(dim: int, dtype: torch.dtype) -> int:
-    """So many keys and values fit the fast memory, twice."""
+    """Return the number of keys per iteration, so that two stages of keys and values fit into shared memory."""
     width = _padded(dim) * dtype.itemsize
     return 64 if width <= 256 else 32 if width <= 512 else 16

@@ -1,7 +1,7 @@
-"""The native kernels of attention: the paged pool, what fills it, and what attends to it.
+"""Bindings of the native kernels: writing to the paged pool, attention, and small kernels such as norms.
 
-Arrays are numpy's or anything with an address; whoever makes a view keeps the memory alive and unmoved. Every call
-runs on the library's threads and lets go of the GIL. Knows nothing of models or requests.
+The pool is given by addresses; the caller keeps its memory alive. Every call runs on the library's threads and releases
+the GIL.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 FLOAT32, BF16, INT8 = 0, 1, 2
-"""How keys and values are stored."""
+"""Types of stored keys and values, and of embedding tables."""
 
 
 class CueKv(ctypes.Structure):
-    """One layer's pool, as `kv_pool.h` has it."""
+    """The pool of a layer, as declared in `kv_pool.h`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
@@ -32,7 +32,7 @@ class CueKv(ctypes.Structure):
 
 
 class CueSlots(ctypes.Structure):
-    """Where a step's tokens stand, as `kv_pool.h` has it."""
+    """Positions and slots of a step's tokens, as declared in `kv_pool.h`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("positions", "blocks", "offsets")),
@@ -41,7 +41,7 @@ class CueSlots(ctypes.Structure):
 
 
 class CueSequences(ctypes.Structure):
-    """A step's chunks, as `attention.h` has it."""
+    """A step's chunks, as declared in `attention.h`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("starts", "stops", "context_lengths", "table_offsets", "blocks")),
@@ -52,7 +52,7 @@ class CueSequences(ctypes.Structure):
 
 @dataclass(frozen=True)
 class LayerPool:
-    """Addresses of one layer's keys and values, [blocks, kv_heads, block_size, head_dim] of `type`.
+    """Addresses of a layer's keys and values, [blocks, kv_heads, block_size, head_dim] of `type`.
 
     For `INT8` the scales are float32 [blocks, kv_heads, block_size]. With `vnni_pairs` keys are
     [blocks, kv_heads, head_dim / 2, block_size, 2] and values [blocks, kv_heads, block_size / 2, head_dim, 2].
@@ -69,10 +69,10 @@ class LayerPool:
     value_scales: int = 0
     vnni_pairs: bool = False
     block_stride: int = 0
-    """From block to block, in tokens of one head; 0: one block lies right behind the other."""
+    """Distance of blocks, in tokens of a head; 0 means that blocks are contiguous."""
 
     def structure(self) -> CueKv:
-        """For the library."""
+        """Return the struct for the library."""
         return CueKv(
             self.keys,
             self.values,
@@ -90,7 +90,7 @@ class LayerPool:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """One step's tokens and chunks as the library reads them; keeps its arrays."""
+    """The tokens and chunks of a step as structs for the library, and the arrays that they point to."""
 
     token_count: int
     slots: CueSlots
@@ -101,12 +101,18 @@ class StepLayout:
 def layout(
     positions: Ints, blocks: Ints, offsets: Ints, chunks: Sequence[tuple[int, int, int]], tables: Sequence[Ints]
 ) -> StepLayout:
-    """Lay a step out: per token a position, block and offset; per chunk (start, stop, context length), a table."""
+    """Lay out a step: `positions`, `blocks` and `offsets` of its tokens, `tables` of its chunks.
+
+    A chunk is (start, stop, context length). Raises ValueError for lengths that differ and chunks beyond the tokens.
+    """
     token_count = len(positions)
     if not token_count == len(blocks) == len(offsets) or len(chunks) != len(tables):
-        raise ValueError("per token one position, block and offset; per chunk one table")
+        raise ValueError(
+            f"each token needs a position, block and offset, each chunk a table: got {token_count}, {len(blocks)} and "
+            f"{len(offsets)}, and {len(tables)} for {len(chunks)} chunks"
+        )
     if any(not 0 <= start < stop <= token_count for start, stop, _ in chunks):
-        raise ValueError(f"a chunk is a part of the {token_count} tokens")
+        raise ValueError(f"each chunk must be a part of the {token_count} tokens")
     bounds = np.array(chunks, np.int64).reshape(-1, 3)
     starts, stops, lengths = (np.ascontiguousarray(column) for column in bounds.T)
     entries = np.concatenate([np.zeros(0, np.int64), *tables]).astype(np.int64)
@@ -122,12 +128,12 @@ def layout(
 
 
 def wants_vnni_pairs(library: ctypes.CDLL, kind: int, block_size: int, head_dim: int) -> bool:
-    """Whether pools of this kind should hold VNNI pairs: the machine has the instructions and the sizes fit."""
+    """Return whether pools of this type should store VNNI pairs: the CPU supports them and the sizes are suitable."""
     return bool(library.cue_kv_vnni_pairs(kind, block_size, head_dim))
 
 
 class AttentionKernels:
-    """The library's functions on numpy arrays; C-contiguous float32 throughout. Raise `ValueError` on bad slots."""
+    """The attention kernels. Arrays are C-contiguous float32. All methods raise `ValueError` for invalid slots."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         p, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -150,9 +156,10 @@ class AttentionKernels:
     def rope_write(
         self, pool: LayerPool, step: StepLayout, qkv: Floats, heads: int, cosines: Floats, sines: Floats
     ) -> None:
-        """Turn queries (in place) and keys, then store keys and values.
+        """Apply rotary embeddings to queries (in place) and keys, then store keys and values.
 
-        `qkv` is [tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys, values. Tables are [positions, rotary / 2].
+        `qkv` is [tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys, values. `cosines` and `sines` are
+        [positions, rotary / 2].
         """
         shape = (step.token_count, (heads + 2 * pool.kv_heads) * pool.head_dim)
         rows, half = cosines.shape
@@ -171,10 +178,10 @@ class AttentionKernels:
         )
 
     def attend(self, pool: LayerPool, step: StepLayout, q: Floats, out: Floats, heads: int, scale: float) -> None:
-        """Attend with the first heads * head_dim numbers of each row of `q` into those of `out`."""
+        """Attend with the first heads * head_dim columns of `q` and write those of `out`; both have a row per token."""
         size = heads * pool.head_dim
         if q.shape[1] < size or out.shape[1] < size:
-            raise ValueError(f"rows of q and out hold {size} numbers at least")
+            raise ValueError(f"q and out need at least {size} columns, not {q.shape[1]} and {out.shape[1]}")
         kv = pool.structure()
         _check(
             self._attend(
@@ -191,7 +198,7 @@ class AttentionKernels:
 
 
 def address_of(array: Floats, shape: tuple[int, ...]) -> int:
-    """The address of a C-contiguous float32 array. Raises `ValueError` for any other array or shape."""
+    """Return the address of a C-contiguous float32 array of `shape`. Raises `ValueError` for any other array."""
     if array.dtype != np.float32 or not array.flags.c_contiguous or array.shape != shape:
         raise ValueError(f"needed contiguous float32 {shape}, not {array.dtype} {array.shape}")
     return array.ctypes.data
@@ -199,7 +206,7 @@ def address_of(array: Floats, shape: tuple[int, ...]) -> int:
 
 def _check(status: int) -> None:
     if status != 0:
-        raise ValueError("a block, slot, position or table entry that does not exist")
+        raise ValueError("a block, slot, position or table entry of the step does not exist in the pool")
 
 
 EmbeddingTable: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.int8]
@@ -208,7 +215,7 @@ _TYPES = {"float32": FLOAT32, "uint16": BF16, "int8": INT8}
 
 
 class SmallKernels:
-    """The library's functions; every array is C-contiguous. They raise `ValueError` on arrays that do not fit."""
+    """Norms, activations, embeddings and argmax. Arrays are C-contiguous; `ValueError` is raised for wrong shapes."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         p, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -220,7 +227,7 @@ class SmallKernels:
         self._argmax.argtypes, self._argmax.restype = (p, i64, i64, i64, p), None
 
     def add_rmsnorm(self, x: Floats, delta: Floats | None, weight: Floats, epsilon: float) -> Floats:
-        """`x += delta`, if there is one; returns the norm of x times the weight. x is [rows, n]."""
+        """Add `delta` to `x` [rows, n] in place, if given, and return the RMS norm of x times `weight` [n]."""
         rows, n = x.shape
         y = np.empty_like(x)
         added = None if delta is None else address_of(delta, x.shape)
@@ -228,33 +235,33 @@ class SmallKernels:
         return y
 
     def silu_mul(self, gate_up: Floats) -> Floats:
-        """silu(gate) * up of rows that hold the gate's n numbers, then as many of up."""
+        """Return silu(gate) * up [rows, n] for rows [rows, 2 * n] of gate, then up."""
         rows, width = gate_up.shape
         if width % 2:
-            raise ValueError(f"{width} numbers are not gate and up")
+            raise ValueError(f"gate_up needs an even number of columns, not {width}")
         out = np.empty((rows, width // 2), np.float32)
         gate = address_of(gate_up, gate_up.shape)
         self._silu(gate, gate + 2 * width, width, out.ctypes.data, rows, width // 2)
         return out
 
     def embed(self, ids: Ints, table: EmbeddingTable, scales: Floats | None = None) -> Floats:
-        """Rows of a table: float32, bf16 as uint16, or int8 with a scale for each row."""
+        """Return the rows `ids` of a table [rows, n]: float32, bf16 as uint16, or int8 with a scale for each row."""
         rows, n = table.shape
         kind = _TYPES[table.dtype.name]
         if not table.flags.c_contiguous or (kind == INT8) != (scales is not None):
-            raise ValueError("a contiguous table, with scales if it is int8")
+            raise ValueError("the table must be contiguous, with scales if and only if it is int8")
         out = np.empty((len(ids), n), np.float32)
         scale = None if scales is None else address_of(scales, (rows,))
         wanted = np.ascontiguousarray(ids, np.int64)
         if self._embed(wanted.ctypes.data, len(ids), table.ctypes.data, scale, kind, rows, n, out.ctypes.data) != 0:
-            raise ValueError(f"an id is not below {rows}")
+            raise ValueError(f"an id is negative or not below {rows}")
         return out
 
     def argmax(self, logits: Floats) -> Ints:
-        """Where each row is largest, the first such place; -1 for a row with a number that is not finite."""
+        """Return the index of the first largest number of each row; -1 for a row with a number that is not finite."""
         rows, n = logits.shape
         if n == 0:
-            raise ValueError("the largest of no numbers")
+            raise ValueError("argmax needs at least one column")
         out = np.empty(rows, np.int64)
         self._argmax(address_of(logits, logits.shape), n, rows, n, out.ctypes.data)
         return out

@@ -1,6 +1,6 @@
-"""The native kernels as one shared library, compiled on first use and kept in a folder.
+"""Build of the native kernels: one shared library, compiled on first use and cached in a folder.
 
-Owns the compiler's command line and the library's name. Knows nothing of what the kernels compute.
+This module chooses the compiler, its command line and the library's name, which depends on all of the library's inputs.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ log = get_logger("cuelight.executor")
 SOURCES = Path(__file__).parent
 
 FLAGS = ("-O3", "-fno-math-errno", "-std=c++17", "-fPIC", "-pthread")
-"""No -march: each kernel has forms for several instruction sets and chooses at run time."""
+"""Without -march, since each kernel has variants for several instruction sets and selects one at run time."""
 
 COMPILERS = ("c++", "g++", "clang++")
 
 ERROR_LINES = 12
-"""So much of what a failing compiler says is passed on."""
+"""Last lines of a failed compiler's output that are part of the error."""
 
 COMPILE_SECONDS_MAX = 300.0
 
 LIBRARIES_KEPT = 8
-"""Those used last: an older one is compiled again if another version of ours still wants it."""
+"""Number of most recently used libraries that stay in the folder. Other versions recompile if they need more."""
 
 
 class NoNativeCode(Exception):
-    """The native kernels cannot be had here; the text says why in a sentence."""
+    """The native kernels cannot be compiled or loaded; the message says why."""
 
 
 _lock = threading.Lock()
@@ -47,12 +47,12 @@ _loaded: ctypes.CDLL | None = None
 
 
 def load_native(folder: Path | None = None) -> ctypes.CDLL:
-    """The kernels, compiled into `folder` unless they are there already; the first call decides for the process.
+    """Return the library with the kernels, compiled into `folder` unless cached there.
 
-    Without a folder, or where it cannot be written, which is logged, they are compiled for this process alone. Takes
-    seconds when it compiles. Raises `NoNativeCode`.
+    The first call loads the library for the whole process. Without a folder, or if writing to it fails, which is
+    logged, the library is compiled for this process only. Blocks, for seconds if it compiles. Raises `NoNativeCode`.
     """
-    global _loaded  # noqa: PLW0603 - one library per process: it owns the process's threads
+    global _loaded  # noqa: PLW0603 - one library per process, since it has a pool of threads
     with _lock:
         if _loaded is None:
             _loaded = _library(folder)
@@ -68,30 +68,34 @@ def _library(folder: Path | None) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(prefix="cuelight-") as scratch:
             compiled = compile_into(Path(scratch), compiler)
             if folder is not None and (kept := _keep(compiled, folder, name)) is not None:
-                with contextlib.suppress(OSError):  # a place from which nothing may be run
+                with contextlib.suppress(OSError):  # the folder may be mounted noexec
                     return ctypes.CDLL(str(kept))
             return ctypes.CDLL(str(compiled))
     except OSError as error:
-        raise NoNativeCode(f"the native kernels found no place: {error}") from error
+        raise NoNativeCode(f"the native kernels cannot be written to a temporary folder or loaded: {error}") from error
 
 
 def _found(folder: Path, name: str) -> ctypes.CDLL | None:
-    """What was kept there, which counts as used now. A damaged one is removed: it would bring the process down."""
+    """Load the cached library and update its time of use; None if there is none.
+
+    Damaged files are removed, since loading one would crash the process.
+    """
     with contextlib.suppress(OSError):
         for path in folder.glob(f"{name}-*.so"):
             if path.name != _kept_name(name, path):
                 path.unlink(missing_ok=True)
                 continue
-            with contextlib.suppress(OSError):  # another user's cache: then its owner's use is what counts
+            with contextlib.suppress(OSError):  # the cache may belong to another user
                 os.utime(path)
             return ctypes.CDLL(str(path))
     return None
 
 
 def _keep(compiled: Path, folder: Path, name: str) -> Path | None:
-    """Where the library lies for later processes now; None where there is no room for it.
+    """Copy the library to `folder` and return its path; None, with a warning in the log, if that fails.
 
-    The name comes into being complete, whoever else makes it too, and if the power fails now.
+    The file is synced and renamed into place, so that it is complete even after a power failure, or if several
+    processes write it at once.
     """
     kept = folder / _kept_name(name, compiled)
     try:
@@ -109,19 +113,18 @@ def _keep(compiled: Path, folder: Path, name: str) -> Path | None:
 
 
 def _kept_name(name: str, library: Path) -> str:
-    """It says what is in the file, so that one with damaged pages is known without running it."""
+    """Return the file name, which contains a hash of the library, so that damage is detected before loading it."""
     return f"{name}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so"
 
 
 def _remove_old(folder: Path, compiled: Path) -> None:
-    """Remove all but the last used libraries, and what compilations have left behind that were killed.
+    """Remove all but the most recently used libraries, and temporary folders of compilations that were killed.
 
-    A process that has a library loaded keeps it: a removed file stays for those who have it open, and where the system
-    does not allow that, it is not removed.
+    Processes that have loaded a removed library are not affected.
     """
     used: dict[Path, float] = {}
     for path in folder.glob("native-*"):
-        with contextlib.suppress(OSError):  # someone else has just removed it
+        with contextlib.suppress(OSError):  # another process may have removed it
             used[path] = path.stat().st_mtime
     libraries = sorted((path for path in used if path.suffix == ".so"), key=used.__getitem__, reverse=True)
     for old in libraries[LIBRARIES_KEPT:]:
@@ -133,12 +136,12 @@ def _remove_old(folder: Path, compiled: Path) -> None:
 
 
 def find_compiler() -> list[str]:
-    """The compiler's command: `$CXX`, else the first that is installed of `COMPILERS`. Raises `NoNativeCode`."""
+    """Return the compiler's command: `$CXX`, else the first of `COMPILERS` installed. Raises `NoNativeCode`."""
     try:
-        asked = shlex.split(os.environ.get("CXX", ""))
+        configured = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:
         raise NoNativeCode(f"$CXX is no command: {error}") from error
-    candidates = [asked] if asked else [[name] for name in COMPILERS]
+    candidates = [configured] if configured else [[name] for name in COMPILERS]
     for command in candidates:
         if path := shutil.which(command[0]):
             return [path, *command[1:]]
@@ -147,7 +150,7 @@ def find_compiler() -> list[str]:
 
 
 def native_name(compiler: list[str]) -> str:
-    """How a library's name begins: otherwise for other sources, flags, machine or compiler, so none is out of date."""
+    """Return the prefix of the library's name, a hash of sources, flags, machine and compiler version."""
     digest = hashlib.sha256()
     for part in (_run([*compiler, "--version"]), " ".join([*compiler[1:], *FLAGS]), platform.machine()):
         digest.update(f"{part}\0".encode())
@@ -157,7 +160,7 @@ def native_name(compiler: list[str]) -> str:
 
 
 def compile_into(scratch: Path, compiler: list[str]) -> Path:
-    """Compile every source, several at once, and link them; the library lies in `scratch`. Raises `NoNativeCode`."""
+    """Compile the sources in parallel, link them, and return the library in `scratch`. Raises `NoNativeCode`."""
 
     def one(source: Path) -> str:
         target = str(scratch / f"{source.stem}.o")
@@ -169,7 +172,7 @@ def compile_into(scratch: Path, compiler: list[str]) -> Path:
     linked = scratch / "native.so"
     _run([*compiler, "-shared", "-pthread", *objects, "-o", str(linked)])
     if not linked.is_file():
-        raise NoNativeCode(f"{compiler[0]} compiles nothing")
+        raise NoNativeCode(f"{compiler[0]} succeeded without writing {linked.name}")
     return linked
 
 

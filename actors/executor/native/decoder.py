@@ -1,6 +1,6 @@
-"""A Llama-like decoder through the native kernels: its packed weights, its pool, and a step in one call.
+"""A Llama-like decoder by the native kernels: packed weights, a pool, and one call of the library for each step.
 
-Knows tokens, slots and block tables as arrays; not requests or sampling.
+Steps are arrays of tokens, slots and block tables; sampling is in `runner.py`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 PARTS = ("embed", "norm", "qkv", "rope", "attention", "output", "mlp", "head")
-"""The parts of a step whose seconds are counted."""
+"""The parts of a step whose seconds are measured if the decoder is `timed`."""
 
 
 class CueLayer(ctypes.Structure):
-    """As `decoder.h` has it."""
+    """The weights of a layer, as declared in `decoder.h`."""
 
     _fields_ = tuple(
         (name, ctypes.c_void_p)
@@ -36,7 +36,7 @@ class CueLayer(ctypes.Structure):
 
 
 class CueDecoder(ctypes.Structure):
-    """As `decoder.h` has it."""
+    """A decoder, as declared in `decoder.h`."""
 
     _fields_ = (
         ("layers", ctypes.c_void_p),
@@ -54,7 +54,7 @@ class CueDecoder(ctypes.Structure):
 
 
 class CueStep(ctypes.Structure):
-    """As `decoder.h` has it."""
+    """A step, as declared in `decoder.h`."""
 
     _fields_ = (
         ("token_ids", ctypes.c_void_p),
@@ -67,7 +67,7 @@ class CueStep(ctypes.Structure):
 
 @dataclass(frozen=True)
 class NativeWeights:
-    """The model as the kernels want it. Keeps its memory."""
+    """The packed weights of a model, and references (`kept`) to the memory that their structs point to."""
 
     architecture: Architecture
     kind: WeightFormat
@@ -86,7 +86,10 @@ class NativeWeights:
         kind: WeightFormat,
         packed_one: Callable[[], object] = lambda: None,
     ) -> NativeWeights:
-        """`packed_one` is called after each layer. Raises NotNative where a tensor is missing or of another shape."""
+        """Pack the weights of a model; call `packed_one` after each layer.
+
+        Raises NotNative if a tensor is missing or has another shape.
+        """
         packing = _WeightPacker(LinearKernels(library), architecture, tensors, kind)
         layers = (CueLayer * architecture.layers)()
         for number, layer in enumerate(packing.layers()):
@@ -95,9 +98,9 @@ class NativeWeights:
         shape = architecture.vocabulary, architecture.hidden
         table = packing.take("model.embed_tokens.weight", *shape)
         embedding = table.copy() if table.dtype == np.uint16 else as_float32(table)
-        # A model with tied weights may have both all the same; if they differ, transformers does not tie them.
+        # A folder with tied weights may have both tensors anyway; if they differ, transformers does not tie them.
         is_tied = architecture.is_tied and "lm_head.weight" not in tensors
-        # In four bits the head would cost more of the model's sense than it saves time.
+        # The head in four bits would cost more accuracy than it saves time.
         head_kind = WeightFormat.INT8 if kind is WeightFormat.INT4 else kind
         head = packing.packed(table if is_tied else packing.take("lm_head.weight", *shape), head_kind)
         norm = packing.vector("model.norm.weight", architecture.hidden)
@@ -146,7 +149,7 @@ class _WeightPacker:
         return as_float32(self.take(name, size))
 
     def packed(self, weights: Tensor, kind: WeightFormat, *, gated: bool = False) -> int:
-        """Where they lie."""
+        """Pack weights and return their address. Raises NotNative if they cannot be packed."""
         outputs, inputs = weights.shape
         try:
             memory = self._arena.take(self._kernels.packed_bytes(kind, outputs, inputs, gated))
@@ -172,7 +175,7 @@ class _WeightPacker:
 
 
 class NativeDecoder:
-    """Weights over a pool, for steps of up to `tokens_max` tokens. For one caller at a time."""
+    """A decoder with weights and a pool, for steps of up to `tokens_max` tokens. Not thread-safe."""
 
     def __init__(
         self,
@@ -189,11 +192,11 @@ class NativeDecoder:
         scratch_bytes.argtypes, scratch_bytes.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
         self._weights = weights
         self._pools = (CueKv * len(pools))(*pools)
-        # No text is longer than the pool, and no step larger, whatever the configuration allows.
+        # Neither a row nor a step can have more tokens than the pool has slots.
         slots = pools[0].blocks * pools[0].block_size
         self._tokens_max = min(tokens_max, slots)
         self.positions = min(a.positions, slots)
-        """Positions that exist."""
+        """Number of positions that a row may have."""
         self._cosines, self._sines = a.rotary_tables(self.positions)
         self._decoder = CueDecoder(
             layers=ctypes.addressof(weights.layers),
@@ -220,12 +223,15 @@ class NativeDecoder:
         self._scratch = aligned(scratch_bytes(ctypes.addressof(self._decoder), self._tokens_max))
         self._logits = np.zeros((0, a.vocabulary), np.float32)
         self.seconds = np.zeros(len(PARTS)) if timed else None
-        """Spent in each of `PARTS` so far, where that is counted."""
+        """Seconds spent in each of `PARTS` so far, if `timed`."""
 
     def decode(self, token_ids: Ints, layout: StepLayout, sampled: Ints) -> tuple[Floats, Ints]:
-        """Logits [samples, vocabulary] after the tokens at `sampled` (ascending), valid until the next call, and the
-        most probable token of each, or -1 where they are not finite."""
-        assert len(token_ids) == layout.token_count <= self._tokens_max, "a step is as large as was said"
+        """Compute a step. Return logits [samples, vocabulary] at the flat indices `sampled`, and their best tokens.
+
+        `sampled` is ascending. The logits are valid until the next call. The best token of logits that are not finite
+        is -1.
+        """
+        assert len(token_ids) == layout.token_count <= self._tokens_max, "a step has at most `tokens_max` tokens"
         if len(sampled) > len(self._logits):
             self._logits = np.zeros((2 * len(sampled), self._logits.shape[1]), np.float32)
         best = np.zeros(len(sampled), np.int64)

@@ -1,4 +1,4 @@
-"""The paged KV pool of the native decoder, and host memory beside it, in numpy arrays."""
+"""The paged KV pool of the native decoder, and its host memory, as numpy arrays."""
 
 from __future__ import annotations
 
@@ -30,36 +30,38 @@ TYPES: Mapping[int, np.dtype[np.float32] | np.dtype[np.uint16] | np.dtype[np.int
 
 @dataclass(frozen=True)
 class BlockStorage:
-    """Keys and values of some blocks, [blocks, layers, 2, kv_heads, block_size, head_dim], and for int8 the scale of
-    each token and head, [blocks, layers, 2, kv_heads, block_size]; else no scales. Only the kernels care how numbers
-    lie within a block and head. All of a block lies together: what no block has used yet takes no memory."""
+    """Keys and values of blocks, [blocks, layers, 2, kv_heads, block_size, head_dim].
+
+    For int8, `scales` has the scale of each token and head, [blocks, layers, 2, kv_heads, block_size]; else it is
+    empty. The order of numbers within a (block, head) is defined by the kernels. A block is contiguous, so blocks that
+    were never written take no memory.
+    """
 
     numbers: Stored
     scales: Floats
 
     @property
     def block_count(self) -> int:
-        """Blocks that there are."""
+        """Number of blocks."""
         return len(self.numbers)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero these blocks."""
+        """Zero blocks."""
         self.numbers[_index(blocks)] = 0
         if self.scales.size:
             self.scales[_index(blocks)] = 0
 
     def take(self, targets: Sequence[int], source: BlockStorage, sources: Sequence[int]) -> None:
-        """Copy blocks from there."""
+        """Copy blocks `sources[i]` of `source` to `targets[i]`."""
         self.numbers[_index(targets)] = source.numbers[_index(sources)]
         if self.scales.size:
             self.scales[_index(targets)] = source.scales[_index(sources)]
 
 
 class NativeKVPool:
-    """Keys and values of `block_count` blocks for the kernels, and of `host_block_count` beside them, in memory that
-    is `host_memory` or of their own. `vnni_pairs`: the layout for dot-product instructions.
+    """The pool of `block_count` blocks, and host memory of `host_block_count` blocks, in `host_memory` if given.
 
-    Raises MemoryError.
+    `vnni_pairs` selects the layout for dot-product instructions. The constructor raises MemoryError.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class NativeKVPool:
     ) -> None:
         self._a, self._kind, self._vnni_pairs = architecture, kind, vnni_pairs
         self.block_count, self.block_size, self.host_block_count = block_count, block_size, host_block_count
-        # Zeros that the system gives page by page, when a block is first written.
+        # The system allocates zeroed pages when a block is first written.
         self._device = self._zeros(block_count)
         self._host_memory = host_memory
         self._host = (
@@ -89,7 +91,7 @@ class NativeKVPool:
         try:
             scales = np.zeros(shape if self._kind == INT8 else 0, np.float32)
             return BlockStorage(cast(Stored, np.zeros((*shape, a.head_dim), TYPES[self._kind])), scales)
-        except (ValueError, OverflowError) as error:  # numpy cannot even count them
+        except (ValueError, OverflowError) as error:  # the size exceeds numpy's index type
             raise MemoryError(str(error)) from error
 
     def _within(self, host_memory: HostMemoryMapping, blocks: int) -> BlockStorage:
@@ -103,13 +105,13 @@ class NativeKVPool:
 
     @staticmethod
     def block_bytes(architecture: Architecture, block_size: int, kind: int) -> int:
-        """Bytes of one block over all layers, keys and values together."""
+        """Return the bytes of a block: keys and values of all layers."""
         a = architecture
         head_bytes = a.head_dim * TYPES[kind].itemsize + (SCALE_BYTES if kind == INT8 else 0)
         return 2 * a.layers * a.kv_heads * block_size * head_bytes
 
     def structures(self) -> list[CueKv]:
-        """One a layer, for the library."""
+        """Return the struct of each layer for the library."""
         return [self._structure(layer) for layer in range(self._a.layers)]
 
     def _structure(self, layer: int) -> CueKv:
@@ -144,7 +146,7 @@ class NativeKVPool:
         assert all(first <= block < count for block in blocks), "a copied block exists, and is not the null block"
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero these blocks."""
+        """Zero blocks of the pool."""
         self._device.clear(blocks)
 
 

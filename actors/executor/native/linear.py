@@ -1,6 +1,6 @@
-"""Matrix products with packed weights, through the native kernels: numpy arrays in and out.
+"""Matrix products with packed weights by the native kernels, on numpy arrays.
 
-Owns the packed memory and checks shapes, since the kernels check nothing. Knows no layers and no model.
+This module allocates the packed memory and checks shapes, which the kernels do not check.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ Weights: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDA
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 ALIGNMENT = 64
-"""Kernels read whole cache lines."""
+"""Alignment of packed weights in bytes, since the kernels read whole cache lines."""
 
 CHUNK_BYTES = 32 << 20
-"""Memory is asked of the system in such pieces; untouched pages of the last one cost nothing."""
+"""Bytes that an arena maps at once; untouched pages of the last mapping take no memory."""
 
 
 class WeightFormat(IntEnum):
-    """How weights are kept. INT8 has a scale per output, INT4 a scale and a middle per output and 32 inputs (5 bits a
-    weight in all); both multiply rows that are quantized to int8 in the call, with a scale per 64 inputs. BF16
-    multiplies rows that are rounded to bfloat16 where the machine has instructions for that, else rows of float32."""
+    """The format of packed weights.
+
+    INT8 has a scale per output. INT4 has a scale and a midpoint per output and 32 inputs, 5 bits per weight in total.
+    Both multiply rows that the call quantizes to int8, with a scale per 64 inputs. BF16 multiplies rows rounded to
+    bfloat16 if the CPU has instructions for that, else rows of float32.
+    """
 
     F32 = 0
     BF16 = 1
@@ -38,7 +41,7 @@ class WeightFormat(IntEnum):
 
 
 class SourceType(IntEnum):
-    """The type of weights in memory that are to be packed."""
+    """The type of weights before packing."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -50,7 +53,7 @@ _SOURCES = {"float32": SourceType.FLOAT32, "uint16": SourceType.BFLOAT16, "float
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Rows as int8 in the kernels' order, to be used for several products of the same number of inputs."""
+    """Rows quantized to int8 in the kernels' layout, for one or more products with `inputs` inputs."""
 
     buffer: Bytes
     rows: int
@@ -59,8 +62,7 @@ class QuantizedRows:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """Weights [outputs, inputs] as the kernels want them. `gated`: gate and up one after the other, whose product is
-    silu(gate) * up, half as many outputs."""
+    """Packed weights [outputs, inputs]. With `gated`, they are gate and up, and the product is silu(gate) * up."""
 
     buffer: Bytes
     kind: WeightFormat
@@ -70,14 +72,14 @@ class PackedMatrix:
 
     @property
     def width(self) -> int:
-        """Values in a row of the result."""
+        """Number of columns of the product: `outputs`, or half as many if gated."""
         return self.outputs // 2 if self.gated else self.outputs
 
 
 class LinearKernels:
-    """The library's products. x and results are rows of float32; the numbers of a row lie one after the other.
+    """The kernels for linear layers. Inputs and results are float32 with contiguous rows.
 
-    The methods raise `ValueError` on arrays that do not fit: the kernels themselves check nothing.
+    The methods raise `ValueError` for arrays of wrong shapes, types or strides.
     """
 
     def __init__(self, native: ctypes.CDLL) -> None:
@@ -95,7 +97,7 @@ class LinearKernels:
         self._gated_quantized.argtypes = (p, p, i64, p)
 
     def packed_bytes(self, kind: WeightFormat, outputs: int, inputs: int, gated: bool = False) -> int:
-        """What weights [outputs, inputs] need when packed."""
+        """Return the bytes of packed weights [outputs, inputs]. Raises `ValueError` if they cannot be packed."""
         count: int = self._packed_bytes(kind, outputs, inputs, gated)
         if count < 0:
             raise ValueError(f"cannot pack [{outputs}, {inputs}] weights as {kind.name}{', gated' if gated else ''}")
@@ -104,9 +106,10 @@ class LinearKernels:
     def pack(
         self, weights: Weights, kind: WeightFormat, gated: bool = False, into: Bytes | None = None
     ) -> PackedMatrix:
-        """Weights [outputs, inputs] of float32, float16, or bfloat16 as their 16 bits.
+        """Pack weights [outputs, inputs] of float32, float16, or bfloat16 stored as uint16.
 
-        `gated`: the rows of gate, then as many of up. `into`: memory to use, which begins on a cache line.
+        With `gated`, the weights are the rows of gate, then those of up. `into` is memory to use, aligned to a cache
+        line; by default it is allocated.
         """
         outputs, inputs = weights.shape
         apart, within = weights.strides
@@ -127,19 +130,19 @@ class LinearKernels:
         gated: bool = False,
         into: Bytes | None = None,
     ) -> PackedMatrix:
-        """As `pack`, from memory that is not numpy's; rows begin `stride` weights apart."""
+        """As `pack`, from weights of `shape` at an address, with a distance of `stride` weights between rows."""
         outputs, inputs = shape
         needed = self.packed_bytes(kind, outputs, inputs, gated)
         buffer = aligned(needed) if into is None else into
         if buffer.nbytes < needed or buffer.ctypes.data % ALIGNMENT or not buffer.flags.c_contiguous:
-            raise ValueError(f"packing needs {needed} bytes that begin on a cache line")
+            raise ValueError(f"packing needs {needed} contiguous bytes aligned to {ALIGNMENT}, not {buffer.nbytes}")
         self._pack(kind, address, source, stride, outputs, inputs, gated, buffer.ctypes.data)
         return PackedMatrix(buffer, kind, outputs, inputs, gated)
 
     def linear(
         self, packed: PackedMatrix, x: Floats, bias: Floats | None = None, out: Floats | None = None, add: bool = False
     ) -> Floats:
-        """x @ W^T + bias, or that `add`ed to what `out` holds; silu(gate) * up for gated weights."""
+        """Return x @ W^T + bias; silu(gate) * up for gated weights. With `add`, add the product to `out`."""
         address, stride = _rows(x, packed.inputs)
         out = _result(packed, len(x), bias, out, add)
         target, target_stride = _rows(out, packed.width)
@@ -148,9 +151,9 @@ class LinearKernels:
         return out
 
     def quantize(self, x: Floats) -> QuantizedRows:
-        """Rows to int8: of each 64 inputs the largest magnitude becomes 127.
+        """Quantize rows to int8, with a scale per 64 inputs that maps the largest magnitude to 127.
 
-        Of a row that is not finite all products are NaN.
+        All products of a row that is not finite are NaN.
         """
         rows, inputs = x.shape
         address, stride = _rows(x, inputs)
@@ -175,19 +178,19 @@ class LinearKernels:
         return out
 
     def gated_quantized(self, packed: PackedMatrix, x: QuantizedRows) -> QuantizedRows:
-        """silu(gate) * up of gated INT8 or INT4 weights, quantized for the next product."""
+        """Return silu(gate) * up for gated INT8 or INT4 weights, quantized for the next product."""
         _check_quantized(packed, x)
         if not packed.gated:
-            raise ValueError("the weights are not gated")
+            raise ValueError("the weights are not gated: pack them with gated=True")
         next_rows = QuantizedRows(aligned(self._quantized_bytes(x.rows, packed.width)), x.rows, packed.width)
         self._gated_quantized(packed.buffer.ctypes.data, x.buffer.ctypes.data, x.rows, next_rows.buffer.ctypes.data)
         return next_rows
 
 
 class Arena:
-    """Memory for many packed weights, which lie in it one after the other on huge pages where the system has them.
+    """An allocator for packed weights, which are contiguous and on huge pages if the system supports them.
 
-    Small pages cost a fifth of the memory's speed when every weight is read once in a step.
+    With small pages, reading every weight once per step is a fifth slower.
     """
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -195,7 +198,7 @@ class Arena:
         self._free = np.empty(0, np.uint8)
 
     def take(self, count: int) -> Bytes:
-        """Bytes that begin on a cache line, not yet written. They stay as long as anything refers to them."""
+        """Return `count` uninitialized bytes aligned to a cache line, which are freed when no array refers to them."""
         needed = -(-count // ALIGNMENT) * ALIGNMENT
         if needed > len(self._free):
             self._free = _huge_pages(max(needed, self._chunk_bytes))
@@ -204,30 +207,30 @@ class Arena:
 
 
 def _huge_pages(count: int) -> Bytes:
-    # Private: what is shared counts as a file, and files have other rules for large pages.
+    # Private, since a shared mapping counts as a file, for which other rules for huge pages apply.
     memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system without them has other pages
+        with contextlib.suppress(OSError):  # not every kernel supports huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 
 
 def aligned(count: int) -> Bytes:
-    """Bytes that begin on a cache line, not yet written."""
+    """Return `count` uninitialized bytes aligned to a cache line."""
     memory = np.empty(count + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + count]
 
 
 def _rows(rows: Floats, width: int) -> tuple[int, int]:
-    """Address and stride in numbers."""
+    """Return the address of rows [n, width] and their stride in numbers. Raises `ValueError` for any other array."""
     apart, within = rows.strides if rows.ndim == 2 else (0, 0)
     if rows.dtype != np.float32 or rows.ndim != 2 or rows.shape[1] != width:
-        raise ValueError(f"not rows of {width} float32 numbers: {rows.dtype} {rows.shape}")
+        raise ValueError(f"expected rows of {width} float32 numbers, not {rows.dtype} {rows.shape}")
     if len(rows) == 0:
         return rows.ctypes.data, width
     if (within != 4 and width > 1) or apart % 4 or (apart < 4 * width and len(rows) > 1):
-        raise ValueError("the numbers of a row must lie one after the other, and rows must not overlap")
+        raise ValueError(f"each row must be contiguous, and rows must not overlap: strides are {rows.strides}")
     return rows.ctypes.data, apart // 4
 
 
@@ -244,13 +247,13 @@ def _result(packed: PackedMatrix, rows: int, bias: Floats | None, out: Floats | 
     if bias is not None and (
         bias.dtype != np.float32 or bias.shape != (packed.outputs,) or not bias.flags.c_contiguous
     ):
-        raise ValueError(f"bias must be {packed.outputs} float32 numbers")
+        raise ValueError(f"bias must be {packed.outputs} contiguous float32 numbers, not {bias.dtype} {bias.shape}")
     if out is None:
         if add:
-            raise ValueError("there is nothing to add to")
+            raise ValueError("add=True needs out")
         return np.empty((rows, packed.width), np.float32)
     if len(out) != rows or not out.flags.writeable:
-        raise ValueError(f"the result needs {rows} rows that can be written")
+        raise ValueError(f"out needs {rows} writable rows, not {len(out)}")
     return out
 
 

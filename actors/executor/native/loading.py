@@ -1,4 +1,4 @@
-"""Loads a model's folder for the native decoder: compiles the kernels, packs the weights, sizes the pool."""
+"""Loading of a model folder for the native decoder: compile the kernels, pack the weights, allocate the pool."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ log = get_logger("cuelight.executor")
 
 
 class Unsuitable(Exception):
-    """The native decoder cannot serve this model here; the general path may. The message says why."""
+    """The native decoder cannot serve this model here, but transformers may. The message says why."""
 
 
 def load(options: LoadOptions) -> NativeRunner:
-    """Raises Unsuitable; CannotLoad where no other path could do better."""
+    """Load the model. Blocks. Raises Unsuitable, and CannotLoad if no other decoder could serve the model either."""
     phases = current_phases(options.now)
     try:
         architecture = read_architecture(options.folder)
@@ -74,12 +74,12 @@ def _weight_format(options: LoadOptions) -> WeightFormat:
 
 
 def _cache(options: LoadOptions) -> int:
-    """How keys and values are stored."""
+    """Return the type of stored keys and values."""
     if options.kv_cache_dtype != "auto":
         return CACHES[options.kv_cache_dtype]
     if _weight_format(options) is WeightFormat.F32 or options.dtype == "float32":
         return FLOAT32
-    # In int8 keys and values lose a tenth of what the weights do in as many bits.
+    # Keys and values in int8 lose a tenth of the accuracy that weights in int8 do.
     return BF16 if options.quantization is None else INT8
 
 
@@ -105,7 +105,7 @@ def _pool(
 def _host(
     options: LoadOptions, pool: NativeKVPool, decoder: NativeDecoder, host_memory: HostMemoryMapping | None
 ) -> HostTier:
-    """What host memory costs; a step runs either way, so that the first request meets warm code and threads."""
+    """Run a step to warm up code and threads, measure the cost of host memory if there is any, and zero the blocks."""
     count = min(MEASURED_TOKENS, options.token_budget, decoder.positions, (pool.block_count - 1) * pool.block_size)
     table = np.arange(1, 1 + -(-count // pool.block_size))
     positions = np.arange(count)
@@ -122,7 +122,7 @@ def _host(
         pool.clear(table.tolist())
         return HostTier()
     moved = min(MEASURED_BLOCKS, host_blocks, pool.block_count - 1)
-    # In opposite orders: blocks that are neighbours in both memories are copied at once, which is rare in use.
+    # In opposite orders, since adjacent blocks are copied in a single run, which is rare in use.
     stored, kept = tuple(range(1, 1 + moved)), tuple(range(moved))[::-1]
 
     def move() -> None:
@@ -140,7 +140,7 @@ def _host(
 
 
 def _seconds(work: Callable[[], None], times: int, now: Callable[[], float]) -> float:
-    """The median time it takes, once it is warm."""
+    """Return the median seconds of `work`, after a warm-up call."""
     work()
     measured: list[float] = []
     for _ in range(times):

@@ -1,6 +1,7 @@
-"""What a Llama-like decoder is made of, from its configuration: sizes, rotary embedding, and which weights it has.
+"""Reading of a model folder for the native decoder: the architecture of a Llama-like model, and its weights.
 
-Serves Llama, Mistral, Qwen2 and Qwen3. What it does not know for certain it refuses, and the general path serves it.
+The decoder supports Llama, Mistral, Qwen2 and Qwen3. A configuration with any unknown feature is refused, so that
+transformers decodes the model instead.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class NotNative(Exception):
-    """This model is not one that the native decoder knows; the text says why."""
+    """The native decoder does not support this model; the message says why."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes as in the configuration; `inverse_frequencies` has `head_dim / 2` entries."""
+    """The architecture according to the configuration; `inverse_frequencies` is [head_dim / 2]."""
 
     layers: int
     hidden: int
@@ -48,13 +49,13 @@ class Architecture:
     inverse_frequencies: Floats
 
     def rotary_tables(self, positions: int) -> tuple[Floats, Floats]:
-        """Cosines and sines, [positions, head_dim / 2]. The angle is rounded to float32, as transformers does."""
+        """Return cosines and sines, [positions, head_dim / 2]. Angles are rounded to float32, as in transformers."""
         angles = np.arange(positions, dtype=np.float32)[:, None] * self.inverse_frequencies
         return np.cos(angles), np.sin(angles)
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Raises NotNative."""
+    """Read the architecture from `config.json`. Raises NotNative."""
     try:
         config: object = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -64,7 +65,7 @@ def read_architecture(folder: Path) -> Architecture:
     family = _family(config)
     heads = _whole(config, "num_attention_heads")
     hidden = _whole(config, "hidden_size")
-    # What a configuration leaves out is each family's own; where that is a number of one model's, it must be said.
+    # Fields without a value have the family's default; a default that only suits a single model is not accepted.
     kv_heads = _whole(config, "num_key_value_heads", heads if family == "llama" else None)
     head_dim = _whole(config, "head_dim", None if family == "qwen3" else hidden // heads)
     if heads % kv_heads or head_dim % 2:
@@ -121,12 +122,12 @@ def _number(config: Config, name: str, default: float | None = None) -> float:
 
 
 def _inverse_frequencies(config: Config, head_dim: int) -> Floats:
-    """As transformers' "default", "linear" and "llama3" compute them, with its roundings to float32."""
+    """Return inverse frequencies as transformers computes "default", "linear" and "llama3", rounded like there."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(part, dict) for part in rope.values()):
         raise NotNative("its rotary embedding is described in an unknown way")
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
-        raise NotNative("its rotary embedding turns a part of each head")
+        raise NotNative("its rotary embedding rotates only a part of each head")
     theta = _number(rope, "rope_theta", _number(config, "rope_theta", 10000.0))
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = np.float32(1) / (theta ** exponents.astype(np.float64)).astype(np.float32)
@@ -143,11 +144,11 @@ def _inverse_frequencies(config: Config, head_dim: int) -> Floats:
 
 
 def _llama3(frequencies: Floats, rope: Config, original_positions: float) -> Floats:
-    """Long waves are stretched by the factor, short ones are not, and those between smoothly."""
+    """Stretch long wavelengths by the factor, keep short ones, and interpolate between."""
     factor, low, high = (np.float32(_number(rope, f"{name}factor")) for name in ("", "low_freq_", "high_freq_"))
     if not low < high:
-        raise NotNative("its rotary embedding has no room between low and high frequencies")
-    # A reciprocal and a product: so torch divides a number by a tensor.
+        raise NotNative(f"its low_freq_factor of {low:g} is not below its high_freq_factor of {high:g}")
+    # A reciprocal and a product, since torch divides a number by a tensor in this way.
     waves = np.float32(1) / frequencies * np.float32(2 * math.pi)
     turns = np.float32(1) / waves * np.float32(original_positions)
     smooth = np.clip((turns - low) / (high - low), np.float32(0), np.float32(1))
@@ -162,30 +163,30 @@ TYPES: Mapping[str, Type] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.flo
 
 
 class BadWeights(Exception):
-    """The folder's weights are missing, cut off or not what they say."""
+    """The folder's weights are missing, truncated or inconsistent; the message says which."""
 
 
 class MappedTensors(dict[str, Tensor]):
-    """Tensors by name, and the files that they are views of."""
+    """Tensors by name, which are views of memory-mapped files."""
 
     def __init__(self) -> None:
         super().__init__()
         self._files: list[mmap.mmap] = []
 
     def add(self, file: mmap.mmap, tensors: Mapping[str, Tensor]) -> None:
-        """One file's."""
+        """Add the tensors of a file."""
         self._files.append(file)
         self.update(tensors)
 
     def leave_memory(self) -> None:
-        """What was read of the files is no longer counted as this process's memory; it is read again when wanted."""
+        """Release the memory of pages that have been read; they are read again when accessed."""
         if hasattr(mmap, "MADV_DONTNEED"):
             for file in self._files:
                 file.madvise(mmap.MADV_DONTNEED)
 
 
 def read_weights(folder: Path) -> MappedTensors:
-    """Every tensor of the types we know, by name, read-only. Raises BadWeights."""
+    """Map all tensors of the types in `TYPES`, read-only. Raises BadWeights."""
     tensors = MappedTensors()
     for path in _files(folder):
         try:
@@ -199,7 +200,7 @@ def read_weights(folder: Path) -> MappedTensors:
 
 
 def _files(folder: Path) -> list[Path]:
-    """One file, or else all that the index names: transformers chooses in this order."""
+    """Return the single weights file, or else all files of the index, as transformers does. Raises BadWeights."""
     one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if one.exists() or not index.exists():
         return [one]
@@ -216,20 +217,20 @@ def _views(header: SafetensorsHeader, data: npt.NDArray[np.uint8]) -> dict[str, 
 def _view(name: str, entry: TensorEntry, data: npt.NDArray[np.uint8]) -> Tensor:
     kind, (begin, end) = TYPES[entry.dtype], entry.data_offsets
     if not begin <= end <= len(data) or end - begin != kind.itemsize * math.prod(entry.shape):
-        raise BadHeader(f"{name} is cut off, or not of the shape it says")
+        raise BadHeader(f"{name} is truncated, or its bytes do not match its shape {list(entry.shape)}")
     tensor = cast(Tensor, data[begin:end].view(kind).reshape(entry.shape))
     return tensor if tensor.flags.aligned else tensor.copy()
 
 
 def as_float32(tensor: Tensor) -> npt.NDArray[np.float32]:
-    """A copy, of the same numbers."""
+    """Return a copy as float32."""
     if tensor.dtype == np.uint16:
         return (tensor.astype(np.uint32) << 16).view(np.float32)
     return tensor.astype(np.float32)
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """One below the other; in float32 if they are of several types, since bfloat16 is no number to numpy."""
+    """Concatenate tensors along the first dimension; as float32 if types differ, since numpy has no bfloat16."""
     if len(tensors) == 1:
         return tensors[0]
     same = len({tensor.dtype for tensor in tensors}) == 1

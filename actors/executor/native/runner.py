@@ -1,4 +1,4 @@
-"""Choosing tokens from a step's logits by the native kernel."""
+"""The native device: batches of rows, the native decoder, and sampling by the native kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Keys = npt.NDArray[np.uint64]
 
 
 class SampleKernel:
-    """The library's function on numpy arrays."""
+    """The sampling kernel."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         p, i64 = ctypes.c_void_p, ctypes.c_int64
@@ -33,14 +33,15 @@ class SampleKernel:
         self._sample.argtypes, self._sample.restype = (p, i64, i64, i64, p, p, p, p, p), None
 
     def sample(self, logits: Floats, temperatures: Doubles, top_k: Ints, top_p: Doubles, keys: Keys, out: Ints) -> None:
-        """`out[i]` becomes a token of row i of logits, unless its temperature is 0; -1 if no logit is finite.
+        """Sample a token for each row of `logits` [rows, vocabulary] and write it to `out` [rows].
 
-        The options are as in `Sampling`, one for each row, and so are the keys, of seed and position. Raises
-        `ValueError` on arrays that do not fit.
+        A row with temperature 0 is skipped; a row without finite logits gets -1. The options have the meaning of those
+        in `Sampling`, and `keys` are `rng.key` of seed and position, each [rows]. Raises `ValueError` for arrays of
+        wrong shapes or types.
         """
         rows, n = logits.shape
         if logits.dtype != np.float32 or logits.strides[1:] != (4,) or logits.strides[0] % 4 or not 0 < n < 2**31:
-            raise ValueError(f"logits are rows of float32, not {logits.dtype} {logits.shape}")
+            raise ValueError(f"logits must be contiguous rows of float32, not {logits.dtype} {logits.shape}")
         options = [
             _address(array, kind, rows)
             for array, kind in ((temperatures, "f8"), (top_k, "i8"), (top_p, "f8"), (keys, "u8"), (out, "i8"))
@@ -55,16 +56,17 @@ def _address(array: Doubles | Ints | Keys, kind: str, rows: int) -> int:
 
 
 class Sampler:
-    """Chooses the tokens of a step."""
+    """Samples the tokens of a step, with the options of its rows."""
 
     def __init__(self, library: ctypes.CDLL, eos_token_ids: Sequence[int]) -> None:
         self._kernel = SampleKernel(library)
         self._eos_token_ids = eos_token_ids
 
     def choose(self, logits: Floats, best: Ints, sampling_rows: Sequence[SamplingRow]) -> Ints:
-        """A token for each row of logits [rows, vocabulary], which it may change; -1 for a row without finite logits.
+        """Return a token for each row of `logits` [rows, vocabulary]; -1 for a row whose logits are not finite.
 
-        `best` is the most probable token of each, or -1, and becomes the answer.
+        `best` has the most probable token of each row, or -1; it is overwritten with the result. `logits` may be
+        modified.
         """
         sampled = []
         for row, sampling_row in enumerate(sampling_rows):
@@ -79,7 +81,7 @@ class Sampler:
         return best
 
     def _forbid_ends(self, logits: Floats, sampling_row: SamplingRow) -> int:
-        """The most probable of the other tokens, or -1."""
+        """Mask the tokens that end the request, and return the most probable of the others, or -1 if none is left."""
         sampling = sampling_row.sampling
         logits[[*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)]] = -np.inf
         best = int(logits.argmax())
@@ -98,16 +100,16 @@ class Sampler:
 
 @dataclass(kw_only=True)
 class NativeBatch(Batch):
-    """A step's batch, and how the kernels read it."""
+    """A step's batch, with its layout for the kernels and the flat indices of the tokens that are sampled after."""
 
     layout: StepLayout
     sampled: Ints
 
 
 class NativeRunner:
-    """Prepares batches of rows and runs them.
+    """A device that prepares batches and runs them with the native decoder. `run` blocks until the step is done.
 
-    Sampled tokens stay in `_last_tokens`, by slot, and feed the next step from there.
+    The last token of each row is stored in `_last_tokens`, indexed by slot, and feeds the next step from there.
     """
 
     def __init__(self, decoder: NativeDecoder, pool: NativeKVPool, sampler: Sampler, host: HostTier) -> None:
@@ -120,12 +122,12 @@ class NativeRunner:
 
     @property
     def block_count(self) -> int:
-        """Blocks in the KV pool, the null block included."""
+        """Number of blocks in the KV pool, including the null block."""
         return self._pool.block_count
 
     @property
     def block_size(self) -> int:
-        """Token slots per block."""
+        """Number of token slots per block."""
         return self._pool.block_size
 
     def copy(self, copies: BlockCopies) -> None:
@@ -142,7 +144,7 @@ class NativeRunner:
         return NativeBatch(**vars(batch), layout=laid_out, sampled=sampled)
 
     def run(self, batch: Batch) -> StepDone:
-        """One forward pass and one sampled token for each row that reached its end."""
+        """Compute one forward pass, and sample a token for each row that reaches its end."""
         assert isinstance(batch, NativeBatch), "batches come from `prepare`"
         if batch.fed:
             batch.token_ids[batch.fed] = self._last_tokens[batch.fed_slots]
@@ -155,5 +157,5 @@ class NativeRunner:
     def _keep(self, slot: int, token_id: int) -> None:
         if slot >= len(self._last_tokens):
             self._last_tokens = np.concatenate([self._last_tokens, np.zeros(slot + 1, np.int64)])
-        # A row without a usable token is ended by the scheduler; until then any valid id will do.
+        # The scheduler ends a row without a valid token (negative id); until then the row computes token 0.
         self._last_tokens[slot] = max(token_id, 0)

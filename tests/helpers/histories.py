@@ -321,5 +321,5 @@ def run_history(seed: int, *, record: bool = False) -> tuple[Simulation, Ledger]
     ledger.balance(simulation, roles, drained if simulation.failure is None else ())
     if simulation.failure is not None:
         is_planned = isinstance(simulation.failure.__cause__, SimulatedCrash) or "as drawn" in str(simulation.failure)
-        assert is_planned, f"no fault planned {simulation.failure}"
+        assert is_planned, f"unplanned failure: {simulation.failure}"
     return simulation, ledger

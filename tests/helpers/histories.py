@@ -160,9 +160,7 @@ class Ledger:
             assert ends, f"{actor} is notified of an end of {watched} that never was, or twice"
             before = ends.popleft()
             self._pass_over((watched, actor, False), before)
-            assert self.arrived[watched, actor, False] == before, (
-                f"{actor} is notified of the end of {watched} out of turn"
-            )
+            assert self.arrived[watched, actor, False] == before, f"{actor} is notified of {watched} out of turn"
         else:
             assert isinstance(message, Own) and event.sender == OWN
             assert message.life == self.lives[actor].number, f"{actor} receives a message of an earlier life"

@@ -152,7 +152,7 @@ def subclasses(kind: type[KernelError]) -> Iterator[type[KernelError]]:
 
 
 def test_page_cites_existing_tests() -> None:
-    proofs = re.findall(r"`(test_\w+\.py) -k (\w+)`", PAGE)
+    proofs = re.findall(r"`((?:\w+/)?test_\w+\.py) -k (\w+)`", PAGE)
     assert len(proofs) >= 20
     for file, part in proofs:
         names = re.findall(r"def (test_\w+)", (ROOT / "tests" / file).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The cache manager's shell: order within a `Reserve`, what is answered, and what the observer is told."""
+"""The cache manager's actor: order within a `Reserve`, its answers, and the figures sent to the observer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROUND = 17
 
 
 class CacheHarness:
-    """A cache manager with a pool of `blocks_total` blocks of four tokens, and its two counterparts."""
+    """A cache manager with a pool of `blocks_total` blocks of four tokens, its scheduler and its observer."""
 
     def __init__(
         self, blocks_total: int, watermark_fraction: float = 0.0, host_blocks: int = 0, memory: int = 0
@@ -112,7 +112,7 @@ def test_admissions_stop_at_the_first_refused() -> None:
 
 
 def test_admissions_stop_when_the_budget_is_used_up() -> None:
-    """The last one may exceed it: it is prefilled in chunks. Those behind it are neither granted nor refused."""
+    """The last admission may exceed it, as it is prefilled in chunks; later ones are neither granted nor refused."""
     harness = CacheHarness(20)
     admissions = (admission(1, 6), admission(2, 10, 50), admission(3, 4, 100))
     granted = harness.reserve(admissions=admissions, token_budget=7)
@@ -223,7 +223,7 @@ def test_forget_prefixes_keeps_block_tables() -> None:
 
 
 def test_copies_of_growths_and_admissions_come_with_the_answer() -> None:
-    """Saves of both, and a load into a block that was saved: it comes after them."""
+    """Saves for a growth and an admission precede the load into one of the saved blocks."""
     harness = CacheHarness(4, host_blocks=4)
     harness.reserve(admissions=(admission(1, 8),))
     harness.cache.handle(Release((Filled(RequestId(1), 8, ()),)))
@@ -233,7 +233,7 @@ def test_copies_of_growths_and_admissions_come_with_the_answer() -> None:
     granted = harness.reserve(growths=(Growth(RequestId(3), 5),), admissions=(admission(4, 8),))
     (growth, last) = granted.grants
     assert last.cached_tokens == 4
-    # Slot 3 was free, slot 1 is to be loaded; of the others, 0 and 2 are in the order in which they were used.
+    # Slot 3 was free and slot 1 is to be loaded; slots 0 and 2 are in least-recently-used order.
     save = BlockCopies(CopyKind.SAVE, (*growth.block_ids, *last.block_ids), (3, 0, 2))
     assert granted.copies == (save, BlockCopies(CopyKind.LOAD, (1,), last.block_ids[:1]))
     figures = harness.observer.received[-1]
@@ -273,7 +273,7 @@ def test_unprofitable_host_memory_has_no_blocks() -> None:
 
 
 def saving(memory: int = 5) -> CacheHarness:
-    """Two blocks of request 1 were saved in the round before the last, one of request 2 in the last."""
+    """A cache manager that saved two blocks of request 1 two rounds ago, and one of request 2 in the last round."""
     harness = CacheHarness(3, host_blocks=8, memory=memory)
     for number in range(3):
         harness.reserve(admissions=(admission(number, (8, 4, 8)[number], 100 * number),), round_=ROUND + number)
@@ -285,7 +285,7 @@ def saving(memory: int = 5) -> CacheHarness:
 
 
 def found(harness: CacheHarness) -> list[int]:
-    """Tokens that each of the three prompts would find."""
+    """Return the cached tokens of each of the three prompts."""
     counts = []
     for number in range(3):
         granted = harness.reserve(admissions=(admission(9, 9, 100 * number),))

@@ -1,4 +1,4 @@
-"""Copies of blocks: in few batches, and with the outcome that making them one by one would have."""
+"""Copies of blocks: few batches, with the same result as single copies in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAVE, LOAD, FORK = CopyKind.SAVE, CopyKind.LOAD, CopyKind.FORK
 
 
 def gathered(copies: Iterable[Copy]) -> tuple[BlockCopies, ...]:
-    """The batches that these copies make."""
+    """Return the batches of these copies."""
     gathering = CopyBatches()
     for one in copies:
         gathering.add(*one)
@@ -24,7 +24,7 @@ def gathered(copies: Iterable[Copy]) -> tuple[BlockCopies, ...]:
 
 
 class Memory:
-    """What is in each block of the pool, and in each slot of host memory."""
+    """Contents of each block of the pool and of each slot of host memory."""
 
     def __init__(self) -> None:
         self.pool = {block: f"block {block}" for block in range(1, 7)}
@@ -41,13 +41,13 @@ class Memory:
 
 
 def is_sound(batch: BlockCopies) -> bool:
-    """No block is written twice, and where both are blocks of the pool, none is both read and written."""
+    """Whether no block is written twice and, within the pool, none is both read and written."""
     once = len(set(batch.targets)) == len(batch.targets) == len(batch.sources)
     return once and (batch.copying is not FORK or not set(batch.sources) & set(batch.targets))
 
 
 def is_of_use(copies: Sequence[Copy], index: int) -> bool:
-    """Whether this is no save that another one replaces before its slot was loaded."""
+    """Whether this copy is not a save that is overwritten before its slot is loaded."""
     copying, _, slot = copies[index]
     later = [kind for kind, source, target in copies[index + 1 :] if slot == (source if kind is LOAD else target)]
     uses = [kind for kind in later if kind is not FORK]
@@ -64,7 +64,7 @@ any_copy = st.one_of(
 
 @given(st.lists(any_copy, max_size=20))
 def test_batched_copies_equal_single_copies(copies: list[Copy]) -> None:
-    """Whatever order a batch is made in."""
+    """The result holds for any order within a batch."""
     one_by_one, forwards, backwards = Memory(), Memory(), Memory()
     for copying, source, target in copies:
         one_by_one.copy(copying, [source], [target])
@@ -78,7 +78,7 @@ def test_batched_copies_equal_single_copies(copies: list[Copy]) -> None:
 
 
 def test_copies_of_one_kind_are_one_batch() -> None:
-    """Blocks and slots of the same number are not the same: 1 is read here and written there."""
+    """Blocks and slots of the same number are independent: block 1 is read while slot 1 is written."""
     assert gathered([(SAVE, 1, 2), (SAVE, 2, 1)]) == (BlockCopies(SAVE, (1, 2), (2, 1)),)
     assert gathered([(LOAD, 1, 2), (LOAD, 2, 1)]) == (BlockCopies(LOAD, (1, 2), (2, 1)),)
     assert gathered([(FORK, 1, 2), (FORK, 1, 3)]) == (BlockCopies(FORK, (1, 1), (2, 3)),)
@@ -94,11 +94,11 @@ def test_copy_joins_an_earlier_batch_past_independent_copies() -> None:
     "copies",
     [
         pytest.param([(LOAD, 0, 1), (LOAD, 1, 1)], id="a block is loaded twice"),
-        pytest.param([(FORK, 1, 2), (FORK, 2, 3)], id="what was copied is copied on"),
-        pytest.param([(FORK, 1, 2), (FORK, 3, 1)], id="what was copied is written to"),
-        pytest.param([(SAVE, 1, 0), (LOAD, 0, 2)], id="what was saved is loaded"),
-        pytest.param([(LOAD, 0, 1), (SAVE, 2, 0)], id="what was loaded is saved over"),
-        pytest.param([(SAVE, 1, 0), (FORK, 2, 1)], id="what was saved is written to"),
+        pytest.param([(FORK, 1, 2), (FORK, 2, 3)], id="a copy is copied again"),
+        pytest.param([(FORK, 1, 2), (FORK, 3, 1)], id="a copied block is overwritten"),
+        pytest.param([(SAVE, 1, 0), (LOAD, 0, 2)], id="a saved slot is loaded"),
+        pytest.param([(LOAD, 0, 1), (SAVE, 2, 0)], id="a loaded slot is overwritten"),
+        pytest.param([(SAVE, 1, 0), (FORK, 2, 1)], id="a saved block is overwritten"),
     ],
 )
 def test_dependent_copies_are_in_separate_batches(copies: list[Copy]) -> None:

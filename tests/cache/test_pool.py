@@ -1,4 +1,4 @@
-"""The cache manager's core by example. Rule numbers are those of the scheduling and caching rules the engine keeps."""
+"""Examples for the cache manager's block tables. Rule names are those of docs/rules.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_tables(blocks_total: int, watermark_fraction: float = 0.0) -> BlockTabl
 
 
 def tokens(count: int, first: int = 0) -> tuple[int, ...]:
-    """A prompt that shares no prefix with one of another `first`."""
+    """Return a prompt that shares no prefix with prompts of another `first`."""
     return tuple(range(first, first + count))
 
 
@@ -55,7 +55,7 @@ def release(tables: BlockTables, request: int, computed: int, new: tuple[int, ..
 
 
 def serve(tables: BlockTables, request: int, token_ids: tuple[int, ...]) -> Grant:
-    """Admit, compute everything, release: the full blocks stay as a cached prefix."""
+    """Admit a request, compute all its tokens, and release it: its full blocks stay as a cached prefix."""
     grant = admitted(tables, request, token_ids)
     release(tables, request, len(token_ids))
     return grant
@@ -87,7 +87,7 @@ def test_rule_free_means_now_unheld_hit_uses_a_free_block() -> None:
     serve(tables, 1, tokens(8))
     admitted(tables, 2, tokens(4, 50))
     assert tables.pool.free_count == 3
-    # Two hits and two new blocks are four, though only two are new.
+    # Two unheld hits and two new blocks use four free blocks.
     assert admit(tables, 3, tokens(14)) is None
     assert admitted(tables, 4, tokens(12)).cached_tokens == 8
     assert tables.pool.free_count == 0
@@ -105,7 +105,7 @@ def test_rule_hits_first_new_blocks_never_evict_the_hits_of_the_same_admission()
     tables = make_tables(3)
     cached = serve(tables, 1, tokens(8)).block_ids
     serve(tables, 2, tokens(4, 50))
-    # The hits are the longest free of the indexed blocks, so a new block taken first would be one of them.
+    # The hits are the longest free indexed blocks, so a new block taken before them would evict a hit.
     grant = admitted(tables, 3, tokens(12))
     assert grant.block_ids == (*cached, 3)
     assert grant.cached_tokens == 8
@@ -137,7 +137,7 @@ def test_a_growth_that_already_fits_is_granted_without_blocks() -> None:
 
 
 def test_rule_cached_as_granted_cached_tokens_are_those_of_the_blocks_granted() -> None:
-    """What was cached when a request was refused is looked up anew when it is tried again."""
+    """The prefix of a refused request is looked up again when the request is retried."""
     tables = make_tables(5)
     serve(tables, 1, tokens(8))
     admitted(tables, 2, tokens(16, 50))
@@ -249,7 +249,7 @@ def test_rule_hash_keys_the_salt_of_the_first_block_separates_the_whole_chain() 
 
 
 def test_a_digest_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also over a refused admission that is tried again, and over the prefill that follows."""
+    """Also across a refused admission, its retry, and the prefill that follows."""
     hashed: list[int] = []
     next_digest = HashChain._next_digest
 
@@ -318,7 +318,7 @@ def test_rule_eviction_order_unindexed_blocks_are_reused_first_and_indexed_ones_
     release_unindexed = admitted(tables, 1, tokens(7)).block_ids
     release(tables, 1, 0)
     cached = serve(tables, 2, tokens(4, 50)).block_ids
-    # 1 came back unindexed and was reused and indexed; then 2 is the only spare one, and 3 to 5 were never used.
+    # Block 1 was freed unindexed, reused and indexed; block 2 is unindexed, and 3 to 5 were never used.
     assert release_unindexed == (1, 2)
     assert cached == (1,)
     assert admitted(tables, 3, tokens(16, 100)).block_ids == (2, 3, 4, 5)

@@ -1,7 +1,7 @@
-"""The cache manager's core against two independent models, over random histories.
+"""The cache manager's block tables against two independent models, over random histories.
 
-`CacheModel` predicts every grant from the rules. `SlotContents` keeps what the K/V of each slot was computed from, in
-the pool and in host memory, and so knows whether a hit is truthful, a copy comes in time and a write is harmless.
+`CacheModel` predicts every grant from the rules. `SlotContents` stores the tokens that each slot's K/V was computed
+from, in the pool and in host memory, and so checks hits, the time of copies, and writes to shared blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SALTS = (b"", b"", b"", b"another tenant")
 
 @st.composite
 def prompts(draw: st.DrawFn) -> Tokens:
-    """The beginning of one of a few well-known texts, then perhaps something of its own."""
+    """The beginning of one of a few known texts, then perhaps tokens of its own."""
     shared = draw(st.sampled_from(FAMILIES))[: draw(st.integers(0, 24))]
     return (*shared, *draw(st.lists(st.integers(0, 2), min_size=0 if shared else 1, max_size=3)))
 
@@ -65,7 +65,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), salt=st.sampled_from(SALTS))
     def serve(self, data: st.DataObject, salt: bytes) -> None:
-        """As much of a well-known text as fits the pool, from beginning to end: most of this is found again later."""
+        """Serve as much of a known text as fits the pool, so that later requests find its prefix."""
         longest = min(24, self.model.blocks_total * self.model.block_size)
         if longest:
             text = data.draw(st.sampled_from(FAMILIES))[: data.draw(st.sampled_from((longest, longest // 2 + 1)))]
@@ -76,7 +76,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.holdings)
     @rule(data=st.data(), more=st.lists(st.integers(0, 2), max_size=2), salt=st.sampled_from((None, None, None, b"")))
     def sample(self, data: st.DataObject, more: list[int], salt: bytes | None) -> None:
-        """Another sample of a request that runs, and is computed so far, or one that only says so."""
+        """Submit another sample of a running request, or one whose `salt` or tokens differ from it."""
         sample_of = data.draw(st.sampled_from(sorted(self.model.holdings)))
         leader = self.model.holdings[sample_of]
         most = min(len(leader.token_ids), len(leader.blocks) * self.model.block_size)
@@ -104,14 +104,14 @@ class CacheMachine(RuleBasedStateMachine):
         assert self._after_the_copies().holds(admitted), "a hit is not what it says"
 
     def _after_the_copies(self) -> SlotContents:
-        """Were the round to end now. Others may join its copies, so they are not taken."""
+        """Contents if the round ended now. Copies are not taken, since later ones may join their batches."""
         after = copy.deepcopy(self.device)
         after.pending += copy.deepcopy(self.tables._copies).take()
         after.step()
         return after
 
     def _see_who_computes(self, admission: Admission) -> None:
-        """Nobody waits without somebody who computes the next token, and a sample waits for the first one's tokens."""
+        """Check that a request waits only for tokens being computed, and a sample for those of the first one."""
         start = len(self.model.lookup(admission)) * self.model.block_size
         limit = len(admission.token_ids) - 1
         ahead: dict[RequestId, bool] = {}
@@ -121,13 +121,15 @@ class CacheMachine(RuleBasedStateMachine):
                 alike = min(common_length(holding.token_ids, admission.token_ids), limit)
             ahead[request] = max(holding.computed, start) < alike
         if self.tables.is_being_computed(admission):
-            assert any(ahead.values()), "it waits for nobody"
+            assert any(ahead.values()), "a request waits, and no other computes its prefix"
         elif admission.sample_of is not None and ahead.get(admission.sample_of):
-            assert self.model.holdings[admission.sample_of].computed < start, "it does not wait for the first sample"
+            assert self.model.holdings[admission.sample_of].computed < start, (
+                "a sample does not wait for the first sample"
+            )
 
     @rule()
     def answer(self) -> None:
-        """A round ends. The next step may make the copies of several."""
+        """End a round. The next step may make the copies of several rounds."""
         self._answer()
 
     def _answer(self) -> None:
@@ -151,7 +153,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.holdings)
     @rule(data=st.data(), new=st.lists(st.integers(0, 2), max_size=4), leaves=st.sampled_from(("", "", "end", "wait")))
     def compute(self, data: st.DataObject, new: list[int], leaves: str) -> None:
-        """Tell of a chunk that was computed, of new tokens, or of both; perhaps the request ends or is preempted."""
+        """Report a computed chunk, new tokens, or both; then perhaps end or preempt the request."""
         request = data.draw(st.sampled_from(sorted(self.model.holdings)))
         holding = self.model.holdings[request]
         limit = min(len(holding.token_ids) + len(new), len(holding.blocks) * self.model.block_size)
@@ -185,7 +187,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(is_due=st.sampled_from((False,) * 9 + (True,)))
     def forget(self, is_due: bool) -> None:
-        """Not as often as the rest: little is left to find in a cache that is always forgotten."""
+        """Forget prefixes, in one of ten draws: a cache forgotten more often has few hits."""
         if is_due:
             self._answer()
             self.model.forget()
@@ -193,7 +195,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), is_due=st.sampled_from((False,) * 9 + (True,)))
     def lose(self, data: st.DataObject, is_due: bool) -> None:
-        """The executor dies, with its pool, and has made some of the copies that it was to make."""
+        """Lose the executor and its pool, after some of the pending copies were made."""
         if not is_due:
             return
         self._answer()

@@ -1,4 +1,4 @@
-"""Other samples of a prompt: they wait for the first one's prefill, and copy its last block where that is not full."""
+"""Other samples of a prompt wait for the first one's prefill, and copy its last block where it is not full."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuelight.messages.request import HostTier
     ("length", "cached"), [(2, 1), (3, 2), (4, 3), (5, 4), (6, 5), (7, 6), (8, 7), (9, 8), (10, 9), (13, 12)]
 )
 def test_rule_recompute_last_all_but_one_token_are_found(length: int, cached: int) -> None:
-    """Whether they end with a block or not; where the last of these ends a block, it is shared and not copied."""
+    """The found tokens may end a block or not; a last block that they fill is shared instead of copied."""
     tables = make_tables(20)
     source = admit(tables, 1, tokens(length)).block_ids
     fill(tables, 1, length)
@@ -50,7 +50,7 @@ def test_only_computed_tokens_are_used() -> None:
 
 
 def test_only_equal_tokens_are_used() -> None:
-    """A sample that ran already may come back with output of its own, and the first one has some, too."""
+    """A preempted sample resumes with output of its own, while the first sample has output as well."""
     tables = make_tables(20)
     admit(tables, 1, tokens(5))
     fill(tables, 1, 7, (50, 51))
@@ -77,7 +77,7 @@ def test_ended_or_unknown_first_sample_changes_nothing(sample_of: int) -> None:
 
 
 def test_unindexed_full_block_is_copied_and_then_indexed() -> None:
-    """The first sample's block is the duplicate of one that was evicted."""
+    """The first sample's block duplicates an evicted one."""
     tables = make_tables(5)
     admit(tables, 1, tokens(4))
     source = admit(tables, 2, tokens(4)).block_ids
@@ -102,7 +102,7 @@ def test_samples_of_samples_are_copied_one_after_the_other() -> None:
 
 
 def test_a_sample_takes_the_full_blocks_from_host_memory_and_the_rest_from_the_first_sample() -> None:
-    """The first one's full block is the duplicate of one that was evicted and saved."""
+    """The first sample's full block duplicates one that was evicted and saved."""
     tables = make_tables(8, host_blocks=1)
     admit(tables, 1, tokens(4))
     source = admit(tables, 2, tokens(6)).block_ids
@@ -134,11 +134,11 @@ def test_a_sample_waits_although_there_is_no_full_block() -> None:
     assert tables.is_being_computed(asking(2, tokens(3), sample_of=1))
     assert not tables.is_being_computed(asking(2, (7, *tokens(2)), sample_of=1)), "it says so, and is no sample"
     release(tables, 1, 1)
-    assert not tables.is_being_computed(asking(2, tokens(3), sample_of=1)), "nobody computes it any more"
+    assert not tables.is_being_computed(asking(2, tokens(3), sample_of=1)), "the first sample no longer computes it"
 
 
 def test_sample_does_not_wait_for_single_tokens_behind_its_hits() -> None:
-    """Where the first sample is far behind, as another request has computed the prompt beside it."""
+    """The first sample is far behind, since another request has computed the same prompt."""
     tables = make_tables(20)
     admit(tables, 1, tokens(10))
     admit(tables, 2, tokens(10))

@@ -1,4 +1,4 @@
-"""Salts, forgetting and host memory, by example. Rule numbers are those of the scheduling and caching rules."""
+"""Examples for salts, forgotten prefixes and host memory. Rule names are those of docs/rules.md."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_rule_forget_prefixes_computed_blocks_are_forgotten() -> None:
 
 
 def test_rule_forget_prefixes_running_request_keeps_unindexed_blocks() -> None:
-    """Neither what it had computed, nor what it computes afterwards, nor when it ends."""
+    """Blocks computed before or after `forget_prefixes` are not found, also once the request has ended."""
     tables = make_tables(16)
     admit(tables, 1, tokens(14))
     fill(tables, 1, 9)
@@ -74,7 +74,7 @@ def test_rule_forget_prefixes_no_request_waits_for_an_unindexed_prefix() -> None
 
 
 def test_rule_forget_prefixes_blocks_computed_afterwards_are_found() -> None:
-    """By another request, and by one that ran through it, was preempted and came back."""
+    """Another request finds them, and so does a request that ran meanwhile, was preempted and resumes."""
     tables = make_tables(16)
     admit(tables, 1, tokens(9))
     fill(tables, 1, 9)
@@ -133,7 +133,7 @@ def test_growth_saves_evicted_blocks() -> None:
 
 
 def test_prefix_alternates_between_device_and_host_memory() -> None:
-    """Of two requests that computed it at once, one has left behind the first block, and one still holds the third."""
+    """Two requests computed the prefix at once: one has left its first block, the other still holds the third."""
     tables = make_tables(12, host_blocks=1)
     admit(tables, 1, tokens(13))
     last = admit(tables, 2, tokens(13)).block_ids[2]
@@ -164,7 +164,7 @@ def test_rule_free_means_now_a_load_uses_up_a_free_block() -> None:
 
 
 def test_rule_hits_first_a_save_never_takes_the_slot_of_a_load_of_the_same_admission() -> None:
-    """The slot that is to be loaded is the one that would be lost next."""
+    """The slot to be loaded is the next one to be reused."""
     tables = make_tables(2, host_blocks=2)
     serve(tables, 1, tokens(5))
     serve(tables, 2, tokens(8, 50))
@@ -172,7 +172,7 @@ def test_rule_hits_first_a_save_never_takes_the_slot_of_a_load_of_the_same_admis
     tables.take_copies()
     grant = admit(tables, 4, tokens(5))
     assert grant.cached_tokens == 4
-    # Both blocks held a prefix; the second save takes the slot of the first one, which need not be made then.
+    # Both blocks held a prefix; the second save reuses the slot of the first, which is then omitted.
     first, second = grant.block_ids
     assert tables.take_copies() == (saved((second, 1)), loaded((0, first)))
 
@@ -193,12 +193,12 @@ def test_rule_tail_first_in_host_memory_too_a_long_prefix_loses_its_end_first() 
     serve(tables, 2, tokens(16, 50))
     admit(tables, 3, tokens(8, 100))
     release(tables, 3, 0)
-    # Two blocks of the second prompt have taken the slots of the first one's last two.
+    # Two blocks of the second prompt have taken the slots of the first prompt's last two.
     assert admit(tables, 4, tokens(16)).cached_tokens == 8
 
 
 def test_rule_tail_first_loaded_prefix_loses_its_end_first() -> None:
-    """Its two blocks stay on the device, and what is saved meanwhile takes the slot of one of them."""
+    """The two loaded blocks stay on the device, and a later save takes the slot of one of them."""
     tables = make_tables(6, host_blocks=4)
     serve(tables, 1, tokens(8))
     serve(tables, 2, tokens(24, 50))
@@ -222,7 +222,7 @@ def test_rule_tail_first_later_evicted_blocks_are_lost_later() -> None:
 
 
 def test_rule_resume_as_prefill_a_preempted_request_computes_again_only_its_block_that_is_not_full() -> None:
-    """Though others have had all blocks meanwhile."""
+    """Other requests have used all blocks meanwhile."""
     tables = make_tables(8, host_blocks=8)
     admit(tables, 1, tokens(14))
     fill(tables, 1, 14)

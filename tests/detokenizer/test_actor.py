@@ -1,4 +1,4 @@
-"""The detokenizer actor, driven message by message with lists for addresses."""
+"""The detokenizer actor, driven one message at a time, with recording addresses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cuelight.messages.scheduler import Closed, GetHistories, IntakeStarted, Sto
 
 
 def utf8(token_ids: Sequence[int]) -> str:
-    """A tokenizer whose tokens are bytes; 999 breaks it."""
+    """Decode tokens as bytes; raise for token 999."""
     return bytes(token_ids).decode("utf-8", "replace")
 
 
@@ -48,7 +48,7 @@ def detokenizer(
 
 
 class DetokenizerHarness:
-    """A detokenizer with its neighbours, and clients by request id."""
+    """A detokenizer with recording peers, and clients by request id."""
 
     def __init__(self) -> None:
         self.scheduler = Recorder[object]()
@@ -74,7 +74,7 @@ class DetokenizerHarness:
             self.tokens((request_id, byte))
 
     def receive_all_streams(self) -> None:
-        """As intake does at the start, and the scheduler when it is asked."""
+        """Send the streams and histories, as intake and the scheduler do at the start."""
         self.actor.started()
         (started,) = self.intake.take()
         assert isinstance(started, DetokenizerStarted)
@@ -258,7 +258,7 @@ def test_second_open_changes_nothing(harness: DetokenizerHarness) -> None:
 
 
 def test_only_the_next_token_is_taken(harness: DetokenizerHarness) -> None:
-    """A scheduler that began from less computes some again; one that is no more had come further."""
+    """A restarted scheduler may send tokens again that the earlier one had already sent."""
     client = harness.open(1)
     harness.write(1, "ab")
     client.take()
@@ -303,7 +303,7 @@ def test_new_detokenizer_opens_the_streams_and_requests_their_histories(harness:
 
 
 def test_an_end_waits_for_the_tokens_before_it(harness: DetokenizerHarness) -> None:
-    """It comes from a scheduler that has told them to a detokenizer before."""
+    """The scheduler sent those tokens to an earlier detokenizer."""
     client = harness.open(1)
     harness.write(1, "ab")
     client.take()

@@ -1,4 +1,4 @@
-"""Incremental text against one decode of everything, and stop strings against a search in the whole text."""
+"""Incremental text against one decode of all tokens, and stop strings against a search of the whole text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece(*decoder: decoders.Decoder) -> Tokenizer:
-    """As Llama 2's: spaces as U+2581, bytes for what the vocabulary lacks, one leading space dropped."""
+    """A tokenizer like Llama 2's: spaces as U+2581, byte tokens as fallback, one leading space dropped."""
     pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "a", "h", "e", "l", "o", "▁h", "el", "lo", "hello", "▁hello", "▁▁", "é", "�", "▁w", ",", "日"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
@@ -84,7 +84,7 @@ def pieces_of(decoder: Decoder, token_ids: Sequence[int]) -> list[str]:
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[str, list[int]]:
-    """A tokenizer and tokens for it: random ids, ids it does not know, runs of few, and real text, mixed."""
+    """A tokenizer and token ids for it: random, unknown, in runs of few, and from real text, mixed."""
     name = draw(st.sampled_from(sorted(TOKENIZERS)))
     tokenizer = TOKENIZERS[name]
     size = tokenizer.get_vocab_size()
@@ -98,7 +98,7 @@ def streams(draw: st.DrawFn) -> tuple[str, list[int]]:
 
 
 def letters(raw: bytes) -> list[int]:
-    """One byte-level token for each byte."""
+    """Return one byte-level token for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + rank) for rank, byte in enumerate(others)}
@@ -226,7 +226,7 @@ def test_byte_names_are_bytes_only_where_the_tokenizer_decodes_them_so() -> None
 
 
 def expected(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """By the definition: the stop string that is complete first ends the text, the longest of several."""
+    """Text by the definition: the stop string that is complete first ends it, the longest of several."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:

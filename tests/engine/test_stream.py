@@ -304,7 +304,7 @@ BROKEN_RULES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
     "staging comes back early": (too_early, "may still read|does not wait for what"),
     "the host reads early": (not_waiting_for_the_last, "host does not wait for what read writes|read writes what host"),
-    "the host waits on the critical path": (waiting_to_prepare, "nothing on the host waits"),
+    "the host waits on the critical path": (waiting_to_prepare, "the host waits for the device only"),
     "the device's thread waits": (waiting_for_a_number, "does not wait for the result of aten.item"),
     "tokens in two streams": (tokens_in_another_stream, "may still read|does not wait for what"),
 }

@@ -328,7 +328,7 @@ def chosen(_steps: list[int], logits: torch.Tensor, positions: torch.Tensor) -> 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (moved, "memory that may be another's"),
+        (moved, "memory that may be reallocated"),
         (baked, "baked in"),
         (sized, "baked in"),
         (waited, "cannot wait"),

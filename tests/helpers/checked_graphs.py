@@ -112,8 +112,6 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         address = argument.untyped_storage().data_ptr()
         if address not in self._names and argument.dim() == 0:
             return f"number {argument.item()}"
-        assert address in self._names or argument.numel() == 0, (
-            "a graph must not read memory that may be reallocated before the replay"
-        )
+        assert address in self._names or argument.numel() == 0, "a graph must not read memory that may be reallocated"
         where = self._names.get(address, "nothing")
         return f"{where}+{argument.storage_offset()}{list(argument.shape)}{list(argument.stride())}{argument.dtype}"

@@ -143,7 +143,7 @@ class Ledger:
 
     def _deliver(self, event: Delivered) -> None:
         actor, message = event.actor, event.message
-        assert actor in self.lives, f"{actor} is given a message and does not live"
+        assert actor in self.lives, f"{actor} receives a message between two lives"
         self.lives[actor].delivered.append(message)
         self.delivered[actor] += 1
         if isinstance(message, Note):
@@ -152,18 +152,18 @@ class Ledger:
             self._pass_over(edge, message.number)
             expected = self.arrived[edge]
             assert message.number == expected, f"{edge} brings {message.number} where {expected} is due"
-            assert expected < self.told[edge], f"{edge} brings {expected}, which was never told"
+            assert expected < self.told[edge], f"{edge} brings {expected}, which was never sent"
             self.arrived[edge] += 1
         elif isinstance(message, Terminated):
             watched = event.sender
             ends = self.ends_to_hear[watched, actor]
-            assert ends, f"{actor} hears of an end of {watched} that never was, or hears twice"
+            assert ends, f"{actor} is notified of an end of {watched} that never was, or twice"
             before = ends.popleft()
             self._pass_over((watched, actor, False), before)
-            assert self.arrived[watched, actor, False] == before, f"{actor} hears of the end of {watched} out of turn"
+            assert self.arrived[watched, actor, False] == before, f"{actor} is notified of {watched} out of turn"
         else:
             assert isinstance(message, Own) and event.sender == OWN
-            assert message.life == self.lives[actor].number, f"{actor} receives a message of its earlier life"
+            assert message.life == self.lives[actor].number, f"{actor} receives a message of an earlier life"
 
     def _pass_over(self, edge: Edge, number: int) -> None:
         """Count messages as lost with their sender's process, if that explains that `number` is next."""
@@ -321,5 +321,5 @@ def run_history(seed: int, *, record: bool = False) -> tuple[Simulation, Ledger]
     ledger.balance(simulation, roles, drained if simulation.failure is None else ())
     if simulation.failure is not None:
         is_planned = isinstance(simulation.failure.__cause__, SimulatedCrash) or "as drawn" in str(simulation.failure)
-        assert is_planned, f"no fault planned {simulation.failure}"
+        assert is_planned, f"unplanned failure: {simulation.failure}"
     return simulation, ledger

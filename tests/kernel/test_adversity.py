@@ -1,4 +1,4 @@
-"""Attacks that once broke something: odd ends of threads and processes, forks of the host, floods from outside."""
+"""Regressions of unusual faults: ends of threads and processes, forks of the host, floods from outside."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from cuelight.kernel.journal.writer import Journal
 from cuelight.testing import stub_engine
 
 SOON = NET_SECONDS / 6
-"""A smaller net: what has failed must also end."""
+"""Timeout of a single wait, below that of the test."""
 
 RESTARTED = RestartPolicy(restarts_max=3, backoff_seconds=0.0)
 
@@ -48,14 +48,14 @@ Number = NewType("Number", int)
 
 @dataclass(frozen=True)
 class Do:
-    """Do one of the tricks of `CommandActor`."""
+    """Run one of the actions of `CommandActor`."""
 
     trick: str
 
 
 @dataclass(frozen=True)
 class Echo:
-    """Answered once: with the number."""
+    """Request one answer: the number."""
 
     number: int
     reply_to: Recipient[int]
@@ -63,7 +63,7 @@ class Echo:
 
 @dataclass(frozen=True)
 class EchoNumber:
-    """The same, for an address of a more special kind."""
+    """As `Echo`, with an address for a more special type."""
 
     number: int
     reply_to: Recipient[Number]
@@ -81,7 +81,7 @@ ACTOR: Role[Message] = Role("actor", Message, 1000)
 
 
 class UnprintableError(Exception):
-    """An error that cannot even be shown."""
+    """An error whose `repr` raises."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no words")
@@ -90,7 +90,7 @@ class UnprintableError(Exception):
 
 
 class CommandActor(Actor[Message]):
-    """Does tricks."""
+    """Runs the actions of `Do`."""
 
     gate: threading.Event
     handled: int
@@ -125,7 +125,7 @@ def _fail() -> Never:
 
 
 class SilentActor(Actor[object]):
-    """Says nothing to anything."""
+    """Ignores every message."""
 
     def handle(self, message: object) -> None:
         pass
@@ -133,7 +133,7 @@ class SilentActor(Actor[object]):
 
 @asynccontextmanager
 async def running_system(place: Placement, restart_policy: RestartPolicy = RESTARTED) -> AsyncIterator[System]:
-    """A system with a player. It is ended in any case, also where it does not answer any more."""
+    """Run a system with a `CommandActor`, and stop it in any case, also where the actor no longer answers."""
     system = System([ActorSpec(ACTOR, CommandActor, restart_policy, place)])
     await system.start()
     try:
@@ -144,7 +144,7 @@ async def running_system(place: Placement, restart_policy: RestartPolicy = RESTA
 
 @contextmanager
 def forked() -> Iterator[None]:
-    """While the block runs there is a fork of this process, with everything that it has open."""
+    """Within, a fork of this process exists, with all its open files."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -174,7 +174,7 @@ async def test_death_by_an_unnamed_signal_is_a_crash() -> None:
     await system.start()
     try:
         system.find(placed.PLACED).tell(placed.Do("signal", 37))
-        await until(lambda: system.statistics()["placed"].dropped == 1)  # it was lost with the process
+        await until(lambda: system.statistics()["placed"].dropped == 1)  # the message was lost with the process
         answer: placed.Answer = await ask(
             system.find(placed.PLACED), lambda to: placed.Do("environment", 0, "", to), SOON
         )
@@ -209,15 +209,15 @@ async def test_error_whose_repr_raises_is_a_crash(place: Placement) -> None:
             system.find(ACTOR).tell(Do("raise the unspeakable"))
             outcome = await echo(system)
     except Exception as error:
-        outcome = type(error)  # which pytest can show
-    gc.collect()  # what nobody has looked at is logged here, not while pytest shows something
+        outcome = type(error)  # pytest can show the type
+    gc.collect()  # log unretrieved errors here, not within pytest's report
     assert outcome == 7
 
 
 @on_each_loop
 async def test_indirect_messages_to_itself_release_their_capacity() -> None:
     class Detour:
-        """Whatever it is told becomes a message to the player."""
+        """Turns each message into one to the actor."""
 
         def tell(self, number: int, /) -> None:
             system.find(ACTOR).tell(Do("count"))
@@ -269,7 +269,7 @@ async def test_cancelled_timer_is_released() -> None:
     timers: list[weakref.ref[Timer]] = []
 
     class Clock:
-        """Keeps no timer."""
+        """A clock that does not store its timers."""
 
         def now(self) -> float:
             return 0.0
@@ -325,7 +325,7 @@ async def test_many_set_policy_calls_in_a_row_do_not_break_the_engine() -> None:
 
 
 class Interrupt(BaseException):
-    """As Ctrl-C in the middle of anything, but for the loop."""
+    """Like Ctrl-C at any point, without ending the loop."""
 
 
 @pytest.mark.parametrize("where", ["RemoteLifeSpec", "socket.socketpair"])
@@ -346,7 +346,7 @@ async def test_interrupt_while_a_placed_actor_starts_leaves_a_stoppable_system(
 async def test_replaced_main_module_does_not_count_as_being_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever runs a program to measure it, such as coverage, puts the program's main module in place of its own."""
+    """A tool that runs a program, such as coverage, replaces its own main module by the program's."""
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
     monkeypatch.setitem(sys.modules, "__mp_main__", types.ModuleType("__main__"))
     system = System(

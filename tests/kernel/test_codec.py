@@ -1,4 +1,4 @@
-"""Messages as bytes: which types may cross, how they are found, and what cannot be read."""
+"""Messages as bytes: the types that may cross, how they are found, and decoding errors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Colour(enum.Enum):
-    """A field's type that is nobody's message."""
+    """A field's type, not a message."""
 
     RED = "red"
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
-    """An answer that asks back."""
+    """An answer with an address for a further answer."""
 
     reply_to: Recipient[Piece | None]
 
@@ -51,44 +51,44 @@ class Question(msgspec.Struct, frozen=True, tag=True):
 
 
 class Many(msgspec.Struct, frozen=True):
-    """Answered with several pieces."""
+    """Request an answer of several pieces."""
 
     reply_to: Recipient[tuple[Piece, ...]]
 
 
 class Others(msgspec.Struct, frozen=True):
-    """Answered with a tuple of something else."""
+    """Request an answer that is a tuple of another type."""
 
     reply_to: Recipient[tuple[int, ...]]
 
 
 class Box(msgspec.Struct, Generic[T], frozen=True, tag=True):
-    """A message of some type."""
+    """A generic message."""
 
     content: T
 
 
 class Unresolved(msgspec.Struct, frozen=True):
-    """Means nothing."""
+    """A message with an unresolvable annotation."""
 
     field: Nothing  # type: ignore[name-defined]  # noqa: F821
 
 
 class Around(msgspec.Struct, frozen=True):
-    """Means nothing, for what is in it."""
+    """A message with a field of an unresolvable type."""
 
     inner: Unresolved
 
 
 class Odd(msgspec.Struct, frozen=True):
-    """Has a field that no codec knows."""
+    """A message with a field that cannot be decoded."""
 
     call: Callable[[], int]
 
 
 @dataclass(frozen=True)
 class Even:
-    """Checks itself."""
+    """A message that validates its fields."""
 
     number: int
 
@@ -97,7 +97,7 @@ class Even:
 
 
 def codec(*protocols: object) -> tuple[Codec, dict[object, object]]:
-    """A codec for these, and what its addresses are."""
+    """Return a codec for these protocols, and its addresses by id."""
     addresses: dict[object, object] = {}
 
     def to_id(address: Recipient[object]) -> int:
@@ -138,7 +138,7 @@ def test_message_round_trip_keeps_addresses() -> None:
     question = Question({"a": (Envelope(None), Envelope(answer))}, plain, Question({}, plain))
     name, body = type_name(Question), there.encode(question)
     assert there.decode(name, body) == question
-    assert there.decode(name, body) == question  # by the decoder that is there now
+    assert there.decode(name, body) == question  # with the cached decoder
     assert set(addresses["taken"]) == {(Said,), (float,)}  # type: ignore[call-overload]
 
 

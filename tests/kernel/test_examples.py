@@ -1,4 +1,4 @@
-"""The kernel's examples run as programs, and the blocks of its page as they stand."""
+"""The kernel's examples run as programs, and the code blocks of its page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE = (ROOT / "docs" / "kernel.md").read_text(encoding="utf-8")
 
 
 def run(program: str | Path, *arguments: str, status: int = 0, hash_seed: str = "random") -> tuple[str, str]:
-    """Run a program in a process of its own; gives what it wrote to standard output and to standard error."""
+    """Run a program in a process of its own; return its standard output and standard error."""
     done = subprocess.run(
         [sys.executable, "-W", "error", str(ROOT / "examples" / program), *arguments],
         capture_output=True,
@@ -103,7 +103,7 @@ def test_page_blocks_run_in_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = ModuleType("kernel_page")
-    monkeypatch.setitem(sys.modules, page.__name__, page)  # where the types of its messages are looked up
+    monkeypatch.setitem(sys.modules, page.__name__, page)  # the types of its messages are looked up there
     monkeypatch.chdir(tmp_path)
     excerpts = [code for text, code in blocks() if not is_program(text)]
     assert len(excerpts) >= 12

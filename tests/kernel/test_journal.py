@@ -1,4 +1,4 @@
-"""The journal: what it keeps of a run, whatever happens to the file, the disk or the process."""
+"""The journal: the records of a run, and their survival of faults of the file, the disk or the process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Odd(msgspec.Struct, frozen=True, tag=True):
 
 
 class Slotted:
-    """An address that nothing can refer to weakly."""
+    """An address without weak references."""
 
     __slots__ = ()
 
@@ -64,7 +64,7 @@ def note(number: int, text: str = "") -> Delivered:
 
 
 def numbers(records: list[Record]) -> list[int]:
-    """The notes that were recorded."""
+    """Return the numbers of the recorded notes."""
     return [msgspec.msgpack.decode(record.body, type=Note).number for record in records if isinstance(record, Recorded)]
 
 
@@ -75,7 +75,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small(path: Path) -> bytes:
-    """A small journal, as bytes."""
+    """Return a small journal as bytes."""
     with Journal(path, about={"who": "tests"}) as journal:
         journal(Started(0.5, "me", 1, 2**64 - 1))
         for number in range(3):
@@ -162,7 +162,7 @@ def test_address_keeps_its_number_while_referenced(path: Path) -> None:
         del first
         gc.collect()
         assert len(journal._numbers._weak) == 1, "who is gone is forgotten"
-        assert ids(Recorder()) == [4], "and nobody else gets its number"
+        assert ids(Recorder()) == [4], "and its number is not reused"
         assert ids(*(Slotted() for _ in range(STRONG_ADDRESSES_MAX)))[-1] == STRONG_ADDRESSES_MAX + 4
         assert len(journal._numbers._strong) == STRONG_ADDRESSES_MAX
         assert ids(third) == [STRONG_ADDRESSES_MAX + 5], "too many others came between"
@@ -389,7 +389,7 @@ def test_journal_writes_in_a_second_loop_after_the_first_ended_mid_turn(path: Pa
 
 
 def full_from(journal: Journal, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-    """From now on the disk has so many bytes left."""
+    """Limit the free disk space to `room` bytes from now on."""
     write, left = os.write, [room]
 
     def cramped(file: int, data: bytes) -> int:

@@ -1,4 +1,4 @@
-"""Lives that others end, as crashes; and what the opener of a system is told of every crash."""
+"""Kills, which end lives as crashes, and the crash reports to the opener of a system."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLACES = pytest.mark.parametrize("place", [InLoop(), OnThread(), InProcess()], i
 
 
 class Received:
-    """The sink of the placed players, in the loop."""
+    """The sink of the placed actors, in the loop."""
 
     def __init__(self) -> None:
         self.notes: list[int] = []
@@ -105,13 +105,13 @@ async def test_kill_of_an_absent_or_restarting_actor_is_ignored() -> None:
         system.kill(placed.PLACED, "once")
         await until(lambda: len(crashes) == 1)
         system.kill(placed.PLACED, "between two lives")
-        system.kill(placed.OTHER, "nobody")
+        system.kill(placed.OTHER, "there is no such actor")
         await asyncio.sleep(0)
     assert len(crashes) == 1
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
-    """Kill the other one, and yourself."""
+    """Kill the placed actor, then the receiver itself."""
 
 
 KILLER: Role[Kill] = Role("killer", Kill, 10)
@@ -178,7 +178,7 @@ def test_simulated_crash_is_reported_with_the_message_in_hand() -> None:
 
 
 class Holder(Actor[placed.Note]):
-    """Holds a lot."""
+    """An actor with a weak reference to each of its lives."""
 
     def __init__(self, held: list[weakref.ref[Holder]]) -> None:
         held.append(weakref.ref(self))
@@ -200,7 +200,7 @@ async def test_crashed_actor_is_released_before_its_next_life_starts() -> None:
     role = Role("holder", placed.Note, 10)
     gc.collect()
     gc.disable()
-    logging.disable(logging.ERROR)  # records that pytest keeps have tracebacks
+    logging.disable(logging.ERROR)  # tracebacks in pytest's records would keep the actor alive
     try:
         async with System([ActorSpec(role, build, AGAIN)]) as system:
             system.kill(role, "the test says so")

@@ -1,4 +1,4 @@
-"""Actors on threads and in child processes: the same promises as at home, and what the death of a process may cost."""
+"""Actors on threads and in child processes: the promises of actors in the loop, and the cost of a process's death."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 KILLS = int(os.environ.get("CUELIGHT_KILLS", "6"))
 
 NET_SECONDS = 60 + 2 * KILLS
-"""A safety net: no test waits for it."""
+"""Timeout of a test; no test waits for it."""
 
 EVERYWHERE = [InLoop(), OnThread(), InProcess()]
 ELSEWHERE = [OnThread(), InProcess()]
@@ -101,7 +101,7 @@ OTHERS: set[int] = set()
 
 
 def children() -> set[int]:
-    """The processes this test has started, dead ones that nobody has waited for included."""
+    """Return the processes that this test has started, including zombies."""
     return _all_children() - OTHERS
 
 
@@ -112,14 +112,14 @@ def _all_children() -> set[int]:
 
 @pytest.fixture(autouse=True)
 def only_own_children() -> Iterator[None]:
-    """Others may have been there before, such as one that keeps books for `multiprocessing`."""
+    """Exclude earlier processes, such as the resource tracker of `multiprocessing`."""
     OTHERS.update(_all_children())
     yield
     OTHERS.clear()
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process, and not just what is left of one."""
+    """Whether the process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
@@ -128,12 +128,12 @@ def is_alive(pid: int) -> bool:
 
 @contextmanager
 def nothing_left() -> Iterator[list[str]]:
-    """No thread, process or open file, and no complaint of asyncio but those that the test takes from the list."""
+    """Check for left threads, processes and open files, and for errors of asyncio that the test did not take."""
     complaints: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: complaints.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("asyncio").addHandler(handler)
-    uvloop.new_event_loop().close()  # the first one opens what the library keeps
+    uvloop.new_event_loop().close()  # the first loop opens files that the library keeps open
     threads, processes, files = set(threading.enumerate()), children(), descriptors()
     yield complaints
     logging.getLogger("asyncio").removeHandler(handler)
@@ -150,7 +150,7 @@ Test = Callable[..., Coroutine[object, object, None]]
 
 
 def on_asyncio_loop(test: Test) -> Callable[..., None]:
-    """Run a test in a loop of its own, asyncio's by default, and check that it leaves nothing behind."""
+    """Run a test in a loop of its own, asyncio's by default, and check that it leaves no resources."""
 
     def runs(loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None, **arguments: object) -> None:
         async def bounded() -> None:
@@ -170,7 +170,7 @@ def on_asyncio_loop(test: Test) -> Callable[..., None]:
 
 
 def on_each_loop(test: Test) -> Callable[..., None]:
-    """The same, on asyncio's loop and on uvloop."""
+    """As `on_asyncio_loop`, on asyncio's loop and on uvloop."""
     runs = on_asyncio_loop(test)
     signature = inspect.signature(runs)
     own = [inspect.Parameter("loop_factory", inspect.Parameter.POSITIONAL_OR_KEYWORD), *signature.parameters.values()]
@@ -185,13 +185,13 @@ elsewhere = pytest.mark.parametrize("place", ELSEWHERE, ids=lambda place: type(p
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let the loop turn until the condition holds, and leave the processor to the others."""
-    while not condition():  # noqa: ASYNC110  # what it waits for is any state, not an event
+    """Run turns of the loop until the condition holds, and sleep between them."""
+    while not condition():  # noqa: ASYNC110  # the condition is any state, not an event
         await asyncio.sleep(0.001)
 
 
 class Sink(Actor[object]):
-    """Keeps all that it is told."""
+    """Records its messages."""
 
     def __init__(self, received: list[object], context: Context[Never], watched: tuple[Role[Never], ...] = ()) -> None:
         self.received = received
@@ -203,7 +203,7 @@ class Sink(Actor[object]):
 
 
 class PlacementHarness:
-    """A running system with a sink, whose players the test talks to."""
+    """A running system with a sink, and a placed actor that the test sends messages to."""
 
     def __init__(self, system: System, received: list[object]) -> None:
         self.system = system
@@ -211,23 +211,23 @@ class PlacementHarness:
         self.ref: Ref[Protocol] = system.find(PLACED)
 
     def all(self, kind: type[M]) -> list[M]:
-        """What the sink has heard of this type."""
+        """Return the sink's messages of this type."""
         return [message for message in self.received if isinstance(message, kind)]
 
     def numbers(self) -> list[int]:
-        """Those of the notes that the sink has heard."""
+        """Return the numbers of the sink's notes."""
         return [message.number for message in self.all(Note)]
 
     async def do(self, action: str, number: int = 0, text: str = "", to: Ref[Protocol] | None = None) -> Answer:
-        """Have the player do it, and wait for the answer."""
+        """Send an action to the placed actor, and return the answer."""
         return await ask(to or self.ref, lambda reply_to: Do(action, number, text, reply_to), NET_SECONDS)
 
     def tell(self, action: str, number: int = 0, text: str = "") -> None:
-        """Have the player do what has no answer."""
+        """Send an action that has no answer."""
         self.ref.tell(Do(action, number, text))
 
     async def ended(self, count: int = 1) -> Terminated:
-        """Wait for the end of so many lives, of those whom the sink watches."""
+        """Wait for the `count`-th end of a life that the sink watches, and return it."""
         await until(lambda: len(self.all(Terminated)) >= count)
         return self.all(Terminated)[count - 1]
 
@@ -241,7 +241,7 @@ async def placement_harness(
     role: Role[Protocol] = PLACED,
     **options: object,
 ) -> AsyncIterator[PlacementHarness]:
-    """The sink, who watches the player; the others; and the player where it is to live."""
+    """Run the sink, which watches the placed actor; the `more` actors; and the placed actor at `place`."""
     received: list[object] = []
     sink = ActorSpec(SINK, lambda context: Sink(received, context, (PLACED,)))
     specs = [sink, *more, ActorSpec(role, build, restart_policy, place)]
@@ -255,7 +255,7 @@ async def placement_harness(
 
 
 class Gate:
-    """A named pipe at which an actor waits until the test lets it through."""
+    """A named pipe at which an actor waits until the test opens it."""
 
     all: ClassVar[set[Gate]] = set()
 
@@ -266,18 +266,18 @@ class Gate:
         self._writer = -1
 
     def is_reached(self) -> bool:
-        """Whether somebody waits."""
-        with suppress(OSError):  # nobody has opened it to read
+        """Whether an actor waits."""
+        with suppress(OSError):  # no reader yet
             self._writer = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
         return self._writer >= 0
 
     def open(self) -> None:
-        """Let them through."""
+        """Release the actors that wait."""
         os.close(self._writer)
         self._writer = -1
 
     def abandon(self) -> None:
-        """Let through whoever waits, so that a test that fails does end."""
+        """Release any waiting actor, so that a failing test ends."""
         self.all.discard(self)
         if self._writer >= 0 or self.is_reached():
             self.open()
@@ -290,7 +290,7 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     gate.abandon()
 
 
-# What holds wherever an actor lives.
+# Promises for every placement.
 
 
 @everywhere
@@ -331,7 +331,7 @@ async def test_addresses_in_messages_work_across_the_border(place: Placement) ->
 @everywhere
 @on_asyncio_loop
 async def test_forwarded_address_works_from_every_placement(place: Placement) -> None:
-    """The way home too: through an actor elsewhere, another one elsewhere, and an actor that was spawned here."""
+    """Also on the way back: through two placed actors, and through an actor spawned here."""
     spawned: list[object] = []
     home: Role[Note | Carry] = Role("home", Note | Carry, 10)
     other = ActorSpec(OTHER, build_placed, placement=InProcess() if isinstance(place, OnThread) else place)
@@ -341,8 +341,8 @@ async def test_forwarded_address_works_from_every_placement(place: Placement) ->
         harness.ref.tell(Carry(late, (there, harness.ref, there), 0))
         await until(lambda: spawned)
         assert spawned == [Note(3)]
-        harness.tell("hold own", 4)  # tells its own address to the other, who tells it a note
-        harness.ref.tell(Carry(harness.ref, (there,), 6))  # told its own address
+        harness.tell("hold own", 4)  # sends its address to the other, which sends it a note
+        harness.ref.tell(Carry(harness.ref, (there,), 6))  # receives its own address
         await until(lambda: len(harness.numbers()) == 2)
         assert sorted(harness.numbers()) == [4, 7]
 
@@ -380,7 +380,7 @@ async def test_placed_actor_watches_and_is_watched(place: Placement) -> None:
         await harness.do("watch")
         harness.system.find(OTHER).tell(Do("raise", text="other"))
         await until(lambda: harness.all(Terminated))
-        assert "other" in harness.all(Terminated)[0].error  # the player was told, and passed it on
+        assert "other" in harness.all(Terminated)[0].error  # the actor was notified, and forwarded it
         harness.system.dismiss(OTHER)
         await until(lambda: len(harness.all(Terminated)) == 2)
         assert harness.all(Terminated)[1] == Terminated("other", "", is_restarting=False)
@@ -420,14 +420,14 @@ async def test_spawned_actors_address_works_for_others(place: Placement, gate: G
         child = harness.all(Carry)[0].to
         child.tell(Note(3))
         await until(lambda: harness.numbers() == [3])
-        if not isinstance(place, InLoop):  # where the sender is the one to hear of it
-            harness.tell("gate", text=gate.path)  # so that it hears all of them in one go
+        if not isinstance(place, InLoop):  # in the loop the sender gets the error
+            harness.tell("gate", text=gate.path)  # so that it receives all of them in one batch
             await until(gate.is_reached)
             for number in range(5000):
                 child.tell(Note(number))
             gate.open()
             assert "crashed on placed:Note: RemoteError('MailboxFull" in (await harness.ended()).error.replace('"', "'")
-            child.tell(Note(-1))  # to a life that is over
+            child.tell(Note(-1))  # to an ended life
             await harness.do("who")
             assert -1 not in harness.numbers()
 
@@ -436,13 +436,13 @@ async def test_spawned_actors_address_works_for_others(place: Placement, gate: G
 @pytest.mark.parametrize("life", [InLoop(), OnThread()], ids=lambda place: type(place).__name__)
 @on_asyncio_loop
 async def test_spawned_actor_watches_actors_of_the_system(place: Placement, life: Placement) -> None:
-    """Until it has stopped, or the life that spawned it is over."""
+    """The watch lasts until the spawned actor has stopped, or its parent's life has ended."""
     async with placement_harness(place, ActorSpec(OTHER, build_placed, PATIENT, life)) as harness:
         harness.tell("spawn and tell", text="watch")
         await until(lambda: "other" in _watchers(harness))
         harness.system.find(OTHER).tell(Do("raise", text="the first"))
         await until(lambda: harness.all(Terminated))
-        assert "the first" in harness.all(Terminated)[0].error  # the child was told, and passed it on
+        assert "the first" in harness.all(Terminated)[0].error  # the child was notified, and forwarded it
         harness.tell("dismiss the child")
         await harness.do("who")
         harness.system.find(OTHER).tell(Do("raise", text="the second"))
@@ -463,7 +463,7 @@ async def test_spawned_actor_watches_actors_of_the_system(place: Placement, life
 
 
 def _watchers(harness: PlacementHarness) -> dict[str, int]:
-    """How many watch each of those who are watched."""
+    """Return the number of watchers of each watched actor."""
     return {name: len(slot.watchers) for name, slot in harness.system._slots.items() if slot.watchers}
 
 
@@ -525,7 +525,7 @@ async def test_actors_that_joined_or_left_later_are_watched_and_dismissed() -> N
 @elsewhere
 @on_asyncio_loop
 async def test_dropped_messages_are_not_handled(place: Placement, gate: Gate) -> None:
-    """Also of what was handed over, as much of it as the window holds."""
+    """Messages handed over, up to a window, are not handled either."""
     async with placement_harness(place) as harness:
         harness.tell("gate", text=gate.path)
         await until(gate.is_reached)
@@ -590,7 +590,7 @@ async def test_slow_handler_is_reported_by_the_actors_name(place: Placement, cap
 @everywhere
 @on_each_loop
 async def test_crash_loses_only_the_message_being_handled(place: Placement, caplog: pytest.LogCaptureFixture) -> None:
-    """Those that wait, handed over or not, keep their order, and reach the next life."""
+    """Waiting messages, handed over or not, keep their order and reach the next life."""
     async with placement_harness(place) as harness:
         for number in range(300):
             harness.ref.tell(Note(number) if number % 100 != 50 else Do("raise", text="no such luck"))
@@ -602,7 +602,7 @@ async def test_crash_loses_only_the_message_being_handled(place: Placement, capl
         assert harness.all(Terminated)[0].is_restarting
         assert "crashed on Do: " in harness.all(Terminated)[0].error
         assert "no such luck" in harness.all(Terminated)[0].error
-    assert "placed.py" in caplog.text  # the traceback at the other end
+    assert "placed.py" in caplog.text  # the traceback in the placed life
     assert "raise ValueError(text)" in caplog.text
 
 
@@ -642,7 +642,7 @@ async def test_a_group_restarts_together(place: Placement, tmp_path: Path) -> No
         await until(lambda: [each.number for each in harness.all(Answer) if each.text == "born"] == [1, 1, 2, 2])
         await harness.do("who")
         await harness.do("who", to=harness.system.find(OTHER))
-        assert sum(each.text == "stopped" for each in harness.all(Answer)) == 1  # the one that had not crashed
+        assert sum(each.text == "stopped" for each in harness.all(Answer)) == 1  # the actor that had not crashed
 
 
 @everywhere
@@ -659,7 +659,7 @@ async def test_placed_actors_of_several_systems_are_independent(place: Placement
         assert two.all(Terminated) == []
 
 
-# What holds at the border.
+# Messages that cross between placements.
 
 
 @elsewhere
@@ -699,33 +699,33 @@ async def test_address_held_by_an_ended_life_is_released(place: Placement) -> No
 
 
 class Back:
-    """An address of no actor."""
+    """An address without an actor."""
 
     def tell(self, message: Answer) -> None:
-        raise AssertionError("nobody answers")
+        raise AssertionError("no answer is expected")
 
 
 @dataclass(frozen=True)
 class BackOfData(Back):
-    """One that msgpack takes for a value."""
+    """An address that msgpack encodes as a value."""
 
     number: int = 0
 
 
 class BackOfFields(msgspec.Struct, frozen=True):
-    """The same as a struct."""
+    """An address that is a struct."""
 
     number: int = 0
     tell = Back.tell
 
 
 class BackOfNumber(IntEnum):
-    """The same as a number, which could be that of another address."""
+    """An address that is a number, and so may equal the id of another address."""
 
     ONE = 1
 
     def tell(self, message: Answer) -> None:
-        raise AssertionError("nobody answers")
+        raise AssertionError("no answer is expected")
 
 
 @elsewhere
@@ -740,7 +740,7 @@ async def test_address_that_is_also_a_value_is_refused_at_the_sender(place: Plac
 
 
 def _wires(of: Callable[[Wire], M]) -> Callable[[], list[M]]:
-    """What is true of each wire's near end that is in use."""
+    """Return a function that evaluates `of` for each wire in use, at its near end."""
 
     def look() -> list[M]:
         return [of(each._wire) for each in gc.get_objects() if type(each) is RemoteLife and not each.exited.done()]
@@ -772,10 +772,10 @@ async def test_at_most_a_window_of_messages_is_handed_over(place: Placement, gat
         harness.tell("gate", text=gate.path)
         await until(gate.is_reached)
         await until(lambda: harness.system.statistics()["placed"].length == 0)
-        with pytest.raises(MailboxFull):  # at once, at the sender: nothing is handed over meanwhile
+        with pytest.raises(MailboxFull):  # at once, at the sender: no message is handed over meanwhile
             for number in range(5):
                 harness.ref.tell(Note(number))
-        for number in range(4, WINDOW - 1):  # the one that is being handled counts
+        for number in range(4, WINDOW - 1):  # the message being handled counts
             await until(lambda: harness.system.statistics()["placed"].length == 0)
             harness.ref.tell(Note(number))
         for _ in range(3):
@@ -852,7 +852,7 @@ async def test_kernel_messages_are_never_too_large(place: OnThread | InProcess) 
 
 
 class Unresolved(msgspec.Struct, frozen=True, tag=True):
-    """A message whose annotations mean nothing."""
+    """A message with unresolvable annotations."""
 
     field: Nothing  # type: ignore[name-defined]  # noqa: F821
 
@@ -888,7 +888,7 @@ async def test_error_text_is_bounded_and_encodable(place: Placement) -> None:
         await harness.do("who")
 
 
-# What the death of a process costs.
+# The cost of a process's death.
 
 
 DEATHS = {
@@ -921,7 +921,7 @@ async def test_the_death_of_a_process_is_a_crash() -> None:
             lost = 500 - len(received)
             assert lost <= WINDOW
             statistics = harness.system.statistics()["placed"]
-            assert lost <= statistics.dropped - dropped <= WINDOW  # nobody knows what the process had begun
+            assert lost <= statistics.dropped - dropped <= WINDOW  # the messages that the process had begun are unknown
             dropped = statistics.dropped
 
 
@@ -940,7 +940,7 @@ async def test_killed_placed_actor_has_crashed(place: Placement) -> None:
         assert ended == Terminated("placed", f"actor 'placed' died: {KILLED}", True, ExitCause.KILLED)
         await harness.do("who")
         assert harness.numbers() == list(range(10))
-        assert harness.all(Answer) == [], "whoever is killed does not stop in order"
+        assert harness.all(Answer) == [], "a killed actor does not stop in order"
 
 
 @everywhere
@@ -1010,12 +1010,12 @@ async def test_a_placed_actor_kills_others_and_itself(place: Placement, where: P
     async with placement_harness(where, ActorSpec(OTHER, build_placed, PATIENT, place)) as harness:
         await harness.do("watch")
         await harness.do("kill", text="other")
-        await until(lambda: harness.all(Terminated))  # the player was told, and passed it on
+        await until(lambda: harness.all(Terminated))  # the actor was notified, and forwarded it
         assert harness.all(Terminated) == [killed("other")]
         await harness.do("who", to=harness.system.find(OTHER))
         harness.tell("kill", text="placed")
         assert await harness.ended(2) == killed("placed")
-        harness.tell("kill", text="child")  # whom nobody plays
+        harness.tell("kill", text="child")  # a role without an actor
         await harness.do("who")
         assert len(harness.all(Terminated)) == 2
 
@@ -1151,7 +1151,7 @@ def _descendants(pid: int) -> list[int]:
 
 @on_each_loop
 async def test_repeated_kills_amid_traffic_lose_only_a_window_each() -> None:
-    """Every death is noticed; what is heard keeps its order, nothing is heard twice, and little is lost."""
+    """Every death is reported; messages keep their order, arrive at most once, and few are lost."""
     chance = random.Random(KILLS)
     sent = 0
     async with placement_harness(InProcess()) as harness:
@@ -1171,13 +1171,13 @@ async def test_repeated_kills_amid_traffic_lose_only_a_window_each() -> None:
         await harness.do("who")
         received = harness.numbers()
         assert received == sorted(set(received))
-        # Handed over and not begun, and as many whose note was still on its way back.
+        # A window handed over and not begun, and another whose notes were still under way to the sink.
         assert sent - len(received) <= KILLS * 3 * WINDOW
         assert len(harness.all(Terminated)) == KILLS
         assert harness.system.statistics()["placed"].length == 0
 
 
-# What a process is given, and when it ends.
+# Inheritance and the end of processes.
 
 
 @on_asyncio_loop
@@ -1211,7 +1211,7 @@ async def test_stop_with_a_timeout_does_not_wait_for_a_handler_that_never_return
             harness.ref.tell(Note(number))
         await until(gate.is_reached)
         await harness.system.stop(timeout_seconds=0.0)
-        assert harness.system.statistics()["placed"].dropped == 51  # nobody knows what has become of the first
+        assert harness.system.statistics()["placed"].dropped == 51  # the outcome of the first message is unknown
         assert harness.numbers() == []
         gate.open()
         await until(lambda: pid == os.getpid() or not is_alive(pid))
@@ -1240,7 +1240,7 @@ async def test_cancelled_host_ends_its_placed_actors(place: Placement, gate: Gat
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await hosting  # where it has opened the gate, for which a thread still waited
+        await hosting  # opens the gate at which a thread still waited
 
 
 @elsewhere
@@ -1282,7 +1282,7 @@ async def test_start_cancelled_while_a_constructor_runs_leaves_nothing(place: Pl
 async def test_stop_while_a_restart_is_under_way_leaves_nothing(place: Placement, gate: Gate, tmp_path: Path) -> None:
     async with placement_harness(place, restart_policy=PATIENT) as harness:
         slot = harness.system._slots["placed"]
-        slot.part = replace(slot.part, build=partial(gated, path=gate.path))  # type: ignore[arg-type]  # of whatever protocol
+        slot.part = replace(slot.part, build=partial(gated, path=gate.path))  # type: ignore[arg-type]  # of any protocol
         harness.tell("raise")
         await until(gate.is_reached)
         stopping = asyncio.ensure_future(harness.system.stop())
@@ -1339,7 +1339,7 @@ async def test_exit_handlers_of_a_process_run(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().out == "to be or not to be\nthat is the question\n"
 
 
-# Programs: how a process comes to know the actors of the main module, and that it ends with its parent.
+# Programs: actors of the main module in a process, and its end with the parent.
 
 
 ACTORS = """
@@ -1380,7 +1380,7 @@ def program(folder: Path, name: str, *parts: str) -> Path:
 
 
 def outcome(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """What becomes of a program. Also waits for all its descendants, since they keep its output open."""
+    """Return a program's result. Waits for all its descendants too, since they keep its output open."""
     command = [sys.executable, "-W", "error", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=NET_SECONDS, check=False)
 
@@ -1519,7 +1519,7 @@ def test_interrupt_is_handled_by_the_parent_alone(tmp_path: Path, runner: str) -
 
 
 def test_an_interrupt_while_a_process_starts_does_not_reach_it(tmp_path: Path) -> None:
-    """All of that time is tried out: the interrupt comes as soon as there is a process."""
+    """Interrupt at several times from the start of the process on."""
     program(tmp_path, "actors.py", ACTORS)
     script = program(tmp_path, "script.py", "import actors\nactors.asyncio.run(actors.show('hello', forever=True))")
     with running(script, cwd=tmp_path) as process:

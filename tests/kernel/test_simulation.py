@@ -1,4 +1,4 @@
-"""The seeded driver: its clock, its faults, what it promises of messages, and that a seed is all of a history."""
+"""The seeded driver: its clock, its faults, its promises for messages, and histories determined by their seeds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Question(msgspec.Struct, frozen=True, tag=True):
 
 
 class Parcel(msgspec.Struct, frozen=True, tag=True):
-    """May hold what cannot be sent."""
+    """A message whose content may be unsendable."""
 
     content: object
 
@@ -79,7 +79,7 @@ Reaction: TypeAlias = Callable[["LoggingActor", object], None]
 
 
 class LoggingActor(Actor[Messages]):
-    """Writes down all that happens to it, and does what the test wants done."""
+    """Logs its hooks and messages, and calls the test's reaction."""
 
     def __init__(self, name: str, log: list[str], react: Reaction | None, context: Context[Messages]) -> None:
         self.name, self.log, self.context, self.react = name, log, context, react
@@ -105,7 +105,7 @@ def role(name: str, capacity: int = 1000) -> Role[Messages]:
 
 @dataclass
 class SimulationHarness:
-    """Parts in the making, and what becomes of them."""
+    """Specs of logging actors, and the log and events of their simulation."""
 
     log: list[str] = field(default_factory=list)
     parts: list[ActorSpec[Messages]] = field(default_factory=list)
@@ -193,7 +193,7 @@ def test_history_holds_encodable_messages_and_the_types_of_others() -> None:
         simulation.find(role("actor")).tell(message)
     simulation.run()
     decoder = msgspec.msgpack.Decoder()
-    events = [decoder.decode(each) for each in simulation._history._data]  # type: ignore[union-attr]  # by its parts
+    events = [decoder.decode(each) for each in simulation._history._data]  # type: ignore[union-attr]  # the encoded events
     names = [event[3].split(":")[-1] for event in events[1:]]
     assert names == ["Question", "Question", "Parcel", "Parcel"]
     assert [event[4:] for event in events[1:]] == [
@@ -205,7 +205,7 @@ def test_history_holds_encodable_messages_and_the_types_of_others() -> None:
 
 
 def test_history_contains_no_memory_addresses() -> None:
-    objects: list[object] = []  # all stay alive, so that each has a place of its own
+    objects: list[object] = []  # kept alive, so that addresses are unique
 
     def place() -> str:
         objects.append(object())
@@ -231,7 +231,7 @@ def test_history_contains_no_memory_addresses() -> None:
     first, second = history(), history()
     assert len(set(map(repr, objects))) == len(objects) == 10
     assert first == second
-    assert first.count(b"no <object object at 0x>, nor <object object at 0x>") == 2  # its end, and `Terminated`
+    assert first.count(b"no <object object at 0x>, nor <object object at 0x>") == 2  # in its end and in `Terminated`
     assert first.count(b"<object object at 0x>") == 7
 
 
@@ -243,7 +243,7 @@ def test_nothing_is_recorded_without_record() -> None:
     assert simulation.statistics()["actor"].delivered == 3
 
 
-# The histories.
+# Histories.
 
 
 def test_histories_lose_no_more_than_promised() -> None:
@@ -251,7 +251,7 @@ def test_histories_lose_no_more_than_promised() -> None:
 
 
 def test_histories_contain_every_kind_of_event() -> None:
-    """Else the one above would say little."""
+    """A condition for `test_histories_lose_no_more_than_promised` to cover the promises."""
     kinds: set[str] = set()
     lost = refused = failures = 0
     for seed in range(100):
@@ -324,12 +324,12 @@ def _hands_over_all(self: FaultInjector, seat: object) -> int:
         (Mailbox, "take", _swaps, "is due|out of turn"),
         (Mailbox, "take", _loses, "is due|out of turn|counts"),
         (Mailbox, "post", _duplicates, "is due|out of turn"),
-        (Mailbox, "begin_life", _forgets, "is due|out of turn|never come"),
+        (Mailbox, "begin_life", _forgets, "is due|out of turn|never delivered"),
         (Mailbox, "begin_life", _remembers, "an earlier life"),
         (VirtualMailbox, "_arrive_now", _overtakes, "is due|out of turn"),
         (VirtualMailbox, "post", _hastens, "out of turn"),
-        (VirtualMailbox, "close", _drops, "never come"),
-        (VirtualMailbox, "sender_ended", _gives_up, "is due|out of turn|never come"),
+        (VirtualMailbox, "close", _drops, "never delivered"),
+        (VirtualMailbox, "sender_ended", _gives_up, "is due|out of turn|never delivered"),
         (FaultInjector, "lost_count", _hands_over_all, "messages are lost"),
     ],
 )
@@ -442,7 +442,7 @@ def test_worker_that_outlives_its_actor_posts_nothing() -> None:
         tell_all(simulation, "actor", 1)
         simulation.run()
         crash = harness.lines("actor").index("0")
-        # Whatever the first life posted and did not hear itself, the second never hears.
+        # The second life receives no post of the first life's workers.
         assert [n for n in map(int, filter(str.isdigit, harness.lines("actor")[crash + 1 :])) if n >= 10] == [
             10,
             11,
@@ -515,7 +515,7 @@ def test_a_crash_beyond_the_restart_policy_ends_everything() -> None:
 
 
 def test_constructor_that_crashes_again_restarts_the_whole_group() -> None:
-    """Everybody restarts with the sink, also when the sink's second life fails while the others wait for theirs."""
+    """The group restarts with the sink, also when the sink's second constructor fails before the others are built."""
     built: list[str] = []
 
     class Fragile(LoggingActor):
@@ -795,7 +795,7 @@ def test_handler_cannot_suppress_an_injected_crash() -> None:
     def react(actor: LoggingActor, message: object) -> None:
         if isinstance(message, Note):
             for _ in range(10):
-                with suppress(Exception):  # as careless code does
+                with suppress(Exception):  # like careless code
                     actor.context.find(role("sink")).tell(Note(0))
 
     simulation = SimulationHarness().add("sink").add("actor", react).open(0, Faults(crash=1.0))

@@ -1,4 +1,4 @@
-"""What follows a death: who restarts, when, with which messages; who hears of it; and what ends everything."""
+"""Crashes: which actors restart, when and with which messages; notifications; and the end of the system."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ from cuelight.kernel import (
 from cuelight.kernel.supervision import restart_delay
 
 AGAIN = RestartPolicy(restarts_max=10)
-"""Restarts alone; 0.05 s after the first crash."""
+"""Restarts the actor alone, 0.05 s after its first crash."""
 REST = RestartPolicy(restarts_max=10, strategy=Strategy.REST_FOR_ONE)
 ALL = RestartPolicy(restarts_max=10, strategy=Strategy.ONE_FOR_ALL)
 
 
 def start_lines(*lives: str) -> list[str]:
-    """What the diary has about lives that begin together."""
+    """Return the log lines of lives that start together."""
     return [f"{life} built" for life in lives] + [f"{life} started" for life in lives]
 
 
-# The rule.
+# Restart delays.
 
 
 def test_backoff_doubles_in_the_window_up_to_a_maximum() -> None:
@@ -87,9 +87,9 @@ def test_old_crashes_leave_the_window() -> None:
 
     assert [delay(0.0), delay(6.0)] == [0.1, 0.2]
     assert delay(9.9) is None
-    assert delay(10.0) == 0.2  # that of 0.0 has just left
+    assert delay(10.0) == 0.2  # the crash at 0.0 has left the window
     assert delay(15.9) is None
-    assert delay(30.0) == 0.1  # a long peace, and the wait is short again
+    assert delay(30.0) == 0.1  # no crash in the window, so the backoff is the first one
 
 
 def test_crashes_are_counted_per_actor() -> None:
@@ -131,7 +131,7 @@ def test_invalid_restart_policy_is_refused(wrong: dict[str, float]) -> None:
         RestartPolicy(**wrong)
 
 
-# Who restarts.
+# Restart strategies.
 
 
 @pytest.mark.parametrize(
@@ -171,12 +171,12 @@ async def test_a_crash_restarts_those_of_its_strategy(
 
 @on_each_loop
 async def test_group_restart_waits_until_all_lives_have_ended() -> None:
-    """Whoever must leave finishes the message it is at, and no more; the others wait for it, however long it takes."""
+    """A leaving actor finishes only its current message; the restart of the group waits for it."""
     harness = SystemHarness(a=AGAIN, b=REST, c=AGAIN)
     async with harness.system:
         await harness.pass_time(0)
         harness.new_lines()
-        for number in range(200):  # several turns' worth
+        for number in range(200):  # enough for several turns
             harness.tell("c", Note(number))
         harness.tell("b", CRASH)
         lines = await harness.pass_time(0.05)
@@ -209,7 +209,7 @@ async def test_tap_receives_start_and_end_of_each_life() -> None:
     errors = [event.error for event in lives if isinstance(event, Ended)]
     assert errors == ["actor 'b' crashed on Do: ValueError('broken')", "", "", ""]
     seeds = [event.seed for event in lives if isinstance(event, Started)]
-    assert len(set(seeds)) == 4  # each life has its own chance
+    assert len(set(seeds)) == 4  # each life has a seed of its own
 
 
 # Killing.
@@ -290,7 +290,7 @@ async def test_a_killed_actors_threads_and_timers_end_with_it() -> None:
         assert harness.lives["a"] == 2
 
 
-# What a restart keeps.
+# State kept over a restart.
 
 
 @on_each_loop
@@ -323,7 +323,7 @@ async def test_timers_of_a_life_end_with_it() -> None:
         context.after(0.0, Urgent(1))
         context.after(0.01, Note(2))
         context.after(60.0, Note(3))
-        harness.clock.advance(0.0)  # the first two wait in the mailbox now
+        harness.clock.advance(0.0)  # the first two messages are in the mailbox now
         raise ValueError("broken")
 
     async with harness.system as system:
@@ -345,20 +345,20 @@ async def test_worker_results_of_a_life_end_with_it() -> None:
         may_end.wait(NET_SECONDS)
 
     def act(context: Context[object]) -> None:
-        """One result comes at once, one after the crash; of the third job nothing is done."""
+        """One result arrives before the crash and one after it; the third job is not started."""
         first, later = context.worker("first"), context.worker("later")
         first.submit(lambda: None, done=lambda _: Note(1), failed=lambda _: Note(-1))
         first.close()
         later.submit(work, done=lambda _: Note(3), failed=lambda _: Note(-1))
         later.submit(ran.set, done=lambda _: Note(4), failed=lambda _: Note(-1))
         first._thread.join(NET_SECONDS)
-        if first._courier is not None:  # when this one is gone too, the loop has the result
+        if first._courier is not None:  # once the courier is None, the loop has the result
             first._courier.join(NET_SECONDS)
         assert begun.wait(NET_SECONDS)
 
     async with harness.system as system:
         await harness.pass_time(0)
-        # A turn takes 64 messages; after it the first result comes, behind the message that brings the crash.
+        # A turn handles 64 messages; the first result arrives after it, behind the message that crashes the actor.
         harness.tell("a", Do(act), *[Note(0)] * 63, CRASH)
         lines = await harness.pass_time(0.05)
         assert harness.lives["a"] == 2
@@ -386,7 +386,7 @@ async def test_a_question_asked_before_the_crash_is_answered_after_it() -> None:
         assert await asking == 42
 
 
-# How soon, and how often.
+# Backoff and limits.
 
 
 @on_each_loop
@@ -408,7 +408,7 @@ async def test_more_than_restarts_max_crashes_in_the_window_end_the_system() -> 
     harness = SystemHarness(sink=AGAIN, a=RestartPolicy(restarts_max=2, window_seconds=10.0, backoff_seconds=0.0))
     with pytest.raises(ActorCrashed) as caught:
         async with harness.system:
-            for pause in (6.0, 6.0, 6.0, 3.9):  # at 0, 6, 12 and 18; each time two within ten seconds
+            for pause in (6.0, 6.0, 6.0, 3.9):  # crashes at 0, 6, 12 and 18: two within any ten seconds
                 harness.tell("a", CRASH)
                 await harness.pass_time(pause)
             assert harness.lives["a"] == 5
@@ -488,7 +488,7 @@ async def test_raising_hook_is_restarted_as_a_crash(hook: str) -> None:
         assert await harness.pass_time(0) == [f"b.{harness.lives['b']} Note 1"]
 
 
-# Several at once.
+# Simultaneous crashes.
 
 
 @on_each_loop
@@ -529,7 +529,7 @@ async def test_group_restart_includes_an_actor_already_waiting_for_its_restart()
 @pytest.mark.parametrize("first", ["a", "c"])
 @on_each_loop
 async def test_second_crash_in_a_restarting_group_changes_nothing(first: str) -> None:
-    """Of two that crash in one turn of the loop, that restart each other."""
+    """Two actors of one group crash in the same turn of the loop."""
     limit = RestartPolicy(restarts_max=1, strategy=Strategy.ONE_FOR_ALL)
     harness = SystemHarness(**dict.fromkeys("abc" if first == "a" else "cba", limit))
     async with harness.system:
@@ -588,7 +588,7 @@ async def test_group_does_not_wait_for_a_later_constructor_that_fails_alone() ->
 
 @on_each_loop
 async def test_restart_under_way_joins_a_larger_group_restart() -> None:
-    """While a new life is still being made ready elsewhere, its sink crashes: it must leave again, and come back."""
+    """The sink crashes while the placed actor is being built: that life must end, and another one start."""
     harness = SystemHarness(sink=REST, far=RestartPolicy())
     builds: list[threading.Event] = []
     may_be_built = threading.Semaphore(1)
@@ -624,13 +624,13 @@ async def test_restart_under_way_joins_a_larger_group_restart() -> None:
         system.find(role_of("sink")).tell(CRASH)
         await until(lambda: "sink.1" in lives(Ended))
         await settle()
-        clock.advance(0.05)  # had it not to wait for the other's constructor, it would begin now
+        clock.advance(0.05)  # would start now if it did not wait for the constructor
         await settle()
         assert lives(Started) == ["sink.1", "far.1", "far.2"]
         may_be_built.release()
         await until(leaves.is_set)
         await settle()
-        assert clock.pending == 0  # it is waited for
+        assert clock.pending == 0  # the restart waits for it
         may_leave.set()
         await until(lambda: "far.2" in lives(Ended) and clock.pending == 1)
         may_be_built.release()
@@ -642,7 +642,7 @@ async def test_restart_under_way_joins_a_larger_group_restart() -> None:
     assert system.failure is None
 
 
-# Restarts, and those who are to stop.
+# Restarts and stops.
 
 
 @pytest.mark.parametrize("drop", [False, True])
@@ -662,7 +662,7 @@ async def test_actor_waiting_for_its_restart_does_not_restart_after_stop(drop: b
 
 @on_each_loop
 async def test_no_actor_restarts_in_a_stopping_system() -> None:
-    """Neither who crashes over its last messages, nor who has already stopped in order."""
+    """Neither an actor that crashes while draining, nor one that has already stopped in order."""
     harness = SystemHarness(a=AGAIN, b=ALL, c=AGAIN)
     harness.hooks["c stopped"] = lambda context: context.find(role_of("b")).tell(CRASH)
     async with harness.system:
@@ -677,7 +677,7 @@ async def test_no_actor_restarts_in_a_stopping_system() -> None:
 
 @on_each_loop
 async def test_actor_that_crashes_before_its_turn_to_stop_does_not_delay_the_stop() -> None:
-    """The mailbox of `a` is still open when it crashes: `b` has yet to stop."""
+    """The mailbox of `a` is still open when it crashes, since `b` has not stopped."""
     harness = SystemHarness(a=AGAIN, b=AGAIN)
     harness.hooks["b stopped"] = lambda context: context.find(role_of("a")).tell(CRASH)
     system = harness.system
@@ -706,7 +706,7 @@ async def test_actor_dismissed_while_waiting_for_its_restart_is_removed() -> Non
         assert ref.is_stopped
         with pytest.raises(KeyError):
             system.find(role_of("b"))
-        system.spawn(harness.part("b")).tell(Note(2))  # its role is free, and has nothing of the old one
+        system.spawn(harness.part("b")).tell(Note(2))  # the role is free, without messages of the old actor
         assert await harness.pass_time(100) == [*start_lines("b.2"), "b.2 Note 2"]
         ref.tell(Note(3))
         assert await harness.pass_time(0) == []
@@ -744,7 +744,7 @@ async def test_actor_dismissed_after_leaving_for_a_restart_is_removed() -> None:
 @pytest.mark.parametrize("restart_policy", [AGAIN, RestartPolicy()])
 @on_each_loop
 async def test_dismissed_actor_that_crashes_while_draining_does_not_restart(restart_policy: RestartPolicy) -> None:
-    """It does not come back; and where its restart policy ends the system, that it is."""
+    """The actor does not restart; where its restart policy ends the system, the system ends."""
     harness = SystemHarness(a=AGAIN)
     system = harness.system
     await system.start()
@@ -790,7 +790,7 @@ async def test_the_opener_may_be_cancelled_at_any_moment_of_a_restart(phase: str
         assert sorted(began) == sorted(ended)
 
 
-# The end of everything.
+# The end of the system.
 
 
 @on_each_loop
@@ -809,7 +809,7 @@ async def test_body_is_cancelled_with_the_cause() -> None:
     task = asyncio.current_task()
     assert task is not None
     assert task.cancelling() == 0
-    await asyncio.sleep(0)  # this task is not to be cancelled again
+    await asyncio.sleep(0)  # this task must not be cancelled again
     assert bodies == ["cancelled"]
     assert system.failure is caught.value
     assert harness.failures == [caught.value]
@@ -873,7 +873,7 @@ async def test_crash_is_raised_at_the_end_of_a_body_that_suppresses_cancellation
 @pytest.mark.parametrize("turns", range(8))
 @on_each_loop
 async def test_cancellation_from_outside_beside_a_crash_is_kept(turns: int) -> None:
-    """Before, with or after the crash: whoever cancels a task finds it cancelled."""
+    """A cancellation before, with or after the crash takes effect."""
     harness = SystemHarness(a=RestartPolicy())
 
     async def use() -> None:
@@ -955,7 +955,7 @@ async def test_opener_that_starts_and_stops_by_hand_is_not_cancelled() -> None:
     system = harness.system
     await system.start()
     harness.tell("a", CRASH)
-    harness.tell("b", CRASH)  # told once, though both crash
+    harness.tell("b", CRASH)  # reported once, though both crash
     await until(lambda: bool(harness.failures))
     await settle()
     assert [failure.actor for failure in harness.failures] == ["a"]
@@ -970,7 +970,7 @@ async def test_opener_that_starts_and_stops_by_hand_is_not_cancelled() -> None:
 
 
 def watching(name: str) -> Do:
-    """Have an actor watch another."""
+    """Return an action that watches another actor."""
     return Do(lambda context: context.watch(role_of(name)))
 
 
@@ -983,7 +983,7 @@ async def test_all_watchers_receive_a_crash_after_all_earlier_messages() -> None
         raise ValueError("last words")
 
     async with harness.system:
-        harness.tell("a", watching("b"), watching("b"))  # twice is once
+        harness.tell("a", watching("b"), watching("b"))  # a second watch has no effect
         harness.tell("c", watching("b"))
         await harness.pass_time(0)
         harness.new_lines()
@@ -1088,12 +1088,12 @@ async def test_ended_watcher_receives_nothing() -> None:
         system.dismiss(role_of("w"))
         await settle()
         harness.new_lines()
-        system.spawn(harness.part("w"))  # of the same name, and it has not asked
+        system.spawn(harness.part("w"))  # same name, without a watch
         harness.tell("a", CRASH)
         assert sorted(await harness.pass_time(0.05)) == sorted([*start_lines("w.2"), *start_lines("a.2")])
         harness.tell("w", watching("a"))
         await settle()
-    assert system.statistics()["w"].dropped == 0  # it stopped first, and was not told of the other's end
+    assert system.statistics()["w"].dropped == 0  # stopped first, so it was not notified of the other's end
 
 
 @on_each_loop

@@ -1,4 +1,4 @@
-"""The kernel alone: mailboxes, addresses, systems and workers, on asyncio and on uvloop."""
+"""Mailboxes, addresses, systems and workers of the kernel, on asyncio and on uvloop."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ from cuelight.kernel.ref import AskDeadlines
 
 @dataclass(frozen=True)
 class SpecialNote(Note):
-    """Not in any protocol, though its base is."""
+    """A message in no protocol, though its base class is in one."""
 
 
 NoteRole = Role[Note | Urgent | Question]
@@ -83,7 +83,7 @@ def role(name: str = "actor", capacity: int = 10_000) -> NoteRole:
 
 
 class LoggingActor(Actor[Note | Urgent | Question]):
-    """Writes down all that happens to it, and does what the test wants done with a message."""
+    """Logs its hooks and messages, or calls the test's reaction for a message."""
 
     def __init__(
         self, name: str, log: list[str], react: Callable[[object], None] | None = None, hooks: tuple[str, ...] = ()
@@ -204,7 +204,7 @@ def test_a_mailbox_counts_on_the_clock_it_is_given() -> None:
     clock.seconds = 12.5
     assert box.statistics().oldest_age_seconds == 2.5
     box.take()[2]
-    assert box.statistics().oldest_age_seconds == 2.5  # the ordinary one still waits
+    assert box.statistics().oldest_age_seconds == 2.5  # the ordinary message still waits
     box.take()[2]
     box.put(Urgent(2))
     clock.seconds = 13.0
@@ -221,7 +221,7 @@ def test_a_closed_mailbox_counts_what_it_drops(drop: bool) -> None:
     box.close(drop=drop)
     assert box.closed
     assert len(box) == (0 if drop else 2)
-    for _ in range(5):  # dropped without complaint, far beyond the capacity
+    for _ in range(5):  # dropped without an error, beyond the capacity
         box.put(Note(2))
     box.post("late")
     assert box.statistics().dropped == (8 if drop else 6)
@@ -250,9 +250,9 @@ async def test_mailbox_has_one_reader_at_a_time_which_may_be_cancelled() -> None
     box.put(Note(0))
     box.put(Note(1))
     await second
-    await box.wait()  # at once: there is something to take
+    await box.wait()  # returns at once: a message waits
     box.close(drop=True)
-    await box.wait()  # at once: nothing will ever come
+    await box.wait()  # returns at once: the mailbox is closed
 
 
 @on_each_loop
@@ -292,15 +292,15 @@ async def test_ask_returns_the_first_answer_or_times_out() -> None:
     cast = [part(actor_role, []), part(silent, [], lambda _, message: kept.append(message))]
     async with System(cast) as system:
         assert await ask(system.find(actor_role), Question, NET_SECONDS) == 42
-        assert await ask(system.find(actor_role), Question, 0) == 42  # at the last moment, which is in time
+        assert await ask(system.find(actor_role), Question, 0) == 42  # at the last moment in time
         with pytest.raises(AskTimeout, match="keeps") as caught:
             await ask(system.find(silent), Question, 0)
         assert isinstance(caught.value, TimeoutError)
         asking = asyncio.create_task(ask(system.find(silent), Question, NET_SECONDS))
         await until(lambda: len(kept) == 2)
-        kept[0].reply_to.tell(1)  # the one that timed out: too late, and harmless
+        kept[0].reply_to.tell(1)  # after its timeout: ignored
         kept[1].reply_to.tell(2)
-        kept[1].reply_to.tell(3)  # only the first counts
+        kept[1].reply_to.tell(3)  # only the first answer counts
         assert await asking == 2
         gone = asyncio.create_task(ask(system.find(silent), Question, NET_SECONDS))
         await until(lambda: len(kept) == 3)
@@ -311,7 +311,7 @@ async def test_ask_returns_the_first_answer_or_times_out() -> None:
     assert system.find(actor_role).is_stopped
     with pytest.raises(ActorStopped, match="answers"):
         await ask(system.find(actor_role), Question, NET_SECONDS)
-    assert system.statistics()["answers"].dropped == 0  # it was not even told
+    assert system.statistics()["answers"].dropped == 0  # it was sent nothing
 
 
 def test_asks_share_one_timer() -> None:
@@ -327,7 +327,7 @@ def test_asks_share_one_timer() -> None:
     while answered:
         deadlines.add(answered[-1], 60.0)
         del deadlines.due[answered.pop()]
-    assert not [future for future in gone if future() is not None], "whoever waits for long keeps no others"
+    assert not [future for future in gone if future() is not None], "a long wait keeps no others"
     assert clock.pending == 1
     late = {}
     for _ in range(9000):
@@ -341,11 +341,11 @@ def test_asks_share_one_timer() -> None:
     assert list(late) == [3.0, 3.0005, 7.0]
     assert all(0 <= seconds < 0.005 for seconds in late.values())
     deadlines.close()
-    assert clock.pending == 1  # the last one still waits
+    assert clock.pending == 1  # the last ask still waits
     deadlines.add(loop.create_future(), math.inf)
     clock.advance(60.0)
     assert isinstance(silent[60.0].exception(), AskTimeout)
-    assert clock.pending == 0  # whoever waits forever needs no timer
+    assert clock.pending == 0  # an ask without a timeout needs no timer
     loop.close()
 
 
@@ -401,7 +401,7 @@ async def test_each_ask_has_its_own_timeout() -> None:
 
 @on_each_loop
 async def test_address_without_a_system_here_can_be_asked() -> None:
-    """Such as an actor at the other end of a wire, or one that belongs to another loop."""
+    """An actor at the other end of a wire, or of another loop."""
     other = asyncio.new_event_loop()
     clock = ManualClock()
     received: list[Question] = []
@@ -603,11 +603,11 @@ async def test_clock_and_rng_are_injected() -> None:
 
 
 class _Exit(SystemExit):
-    """What ends a program, and is no crash of an actor."""
+    """An error that ends the program instead of crashing an actor."""
 
 
 class _Panic(BaseException):
-    """What is no Exception, and a crash all the same."""
+    """An error that is not an `Exception`, and still a crash."""
 
 
 @pytest.mark.parametrize("error", [ValueError("bad actor"), _Exit("bad actor"), _Panic("bad actor")])
@@ -676,7 +676,7 @@ async def test_raising_hook_is_a_crash(hook: str) -> None:
 @pytest.mark.parametrize("error", [_Panic(), asyncio.CancelledError(), GeneratorExit()], ids=repr)
 @on_each_loop
 async def test_any_exception_of_a_handler_is_a_crash(error: BaseException) -> None:
-    """Such as the result of a future that was cancelled: it is not this task that was."""
+    """Also `CancelledError`, as from a cancelled future, though this task was not cancelled."""
 
     def fail(_: Context[object], message: object) -> None:
         raise error
@@ -709,7 +709,7 @@ async def test_error_without_an_observer_is_logged(caplog: pytest.LogCaptureFixt
 @on_each_loop
 async def test_error_of_an_observer_is_raised_at_the_stop() -> None:
     def fail(_: object) -> None:
-        raise LookupError("whom to tell?")
+        raise LookupError("no receiver")
 
     log: list[str] = []
     cast = [part(role("good"), log), part(role(), log, lambda _, message: 1 / 0)]
@@ -739,7 +739,7 @@ def test_errors_cross_to_another_process(error: KernelError) -> None:
     }
 
 
-# Whoever opens a system may be cancelled at any moment.
+# Cancellation of the opener at any moment.
 
 
 def _specs_with_workers(log: list[str]) -> list[ActorSpec[Note | Urgent | Question]]:
@@ -802,7 +802,7 @@ async def test_unstopped_system_ends_with_its_loop() -> None:
     await System(_specs_with_workers([])).start()  # the check is in `on_each_loop`
 
 
-# What an actor is given: timers, time, and who told it.
+# Timers, time, and senders of messages.
 
 
 @on_each_loop
@@ -819,7 +819,7 @@ async def test_a_timer_posts_once_unless_it_is_cancelled() -> None:
         assert await harness.pass_time(0.9) == ["a.1 built", "a.1 started"]
         assert await harness.pass_time(0.1) == ["a.1 Urgent 3", "a.1 Note 1"]
         timers[3].cancel()
-        timers[3].cancel()  # harmless, as for one that has fired
+        timers[3].cancel()  # no effect, as for a fired timer
         timers[1].cancel()
         assert await harness.pass_time(10.0) == ["a.1 Note 2"]
         senders = [event.sender for event in harness.events if isinstance(event, Delivered)]
@@ -874,7 +874,7 @@ async def test_time_stands_still_while_a_handler_runs() -> None:
     def act(context: Context[object]) -> None:
         seen.append(context.clock.now())
         harness.clock.advance(1.0)
-        context.spawn(harness.part(f"child of {len(seen)}"))  # born at a time of its own
+        context.spawn(harness.part(f"child of {len(seen)}"))  # built at a time of its own
         seen.append(context.clock.now())
 
     async with harness.system:
@@ -981,7 +981,7 @@ async def test_slow_handler_is_reported_with_actor_message_and_time(caplog: pyte
             assert fact in record.getMessage()
 
 
-# A cast that changes.
+# Spawn and dismiss.
 
 
 @on_each_loop
@@ -1008,7 +1008,7 @@ async def test_spawned_actor_is_the_last_of_the_system_until_dismissed() -> None
         with pytest.raises(KeyError):
             system.dismiss(role_of("b"))
         again = system.spawn(harness.part("b"))
-        ref.tell(Note(-1))  # the address of the one before, and it stays that
+        ref.tell(Note(-1))  # the address stays that of the earlier actor
         again.tell(Note(2))
         assert await harness.pass_time(0) == ["b.2 built", "b.2 started", "b.2 Note 2"]
         assert not again.is_stopped
@@ -1135,13 +1135,13 @@ async def test_ten_thousand_spawned_actors_answer() -> None:
     assert all(ref.is_stopped for ref in refs)
 
 
-# An end in time.
+# Stop with a timeout.
 
 
 @pytest.mark.parametrize("is_lazy", [False, True])
 @on_each_loop
 async def test_stop_with_a_timeout_abandons_work_that_does_not_return(is_lazy: bool) -> None:
-    """It may be doing its last piece of work, or have others before it."""
+    """The worker may be at its last job, or have further ones queued."""
     harness = SystemHarness(a=RestartPolicy(), b=RestartPolicy())
     begun, may_end, ran = threading.Event(), threading.Event(), threading.Event()
 
@@ -1221,7 +1221,7 @@ async def test_stop_before_its_timeout_leaves_no_timer() -> None:
 
 @on_each_loop
 async def test_stop_with_a_timeout_abandons_a_constructor_that_does_not_return() -> None:
-    """Its constructor keeps its thread."""
+    """The constructor blocks its thread."""
     harness = SystemHarness(a=RestartPolicy())
     begun, may_end = threading.Event(), threading.Event()
 
@@ -1335,7 +1335,7 @@ def test_interrupt_stops_a_program_in_order(runner: str, messages: tuple[int, ..
             child.kill()
     assert out == "stopped\ninterrupted\n"
     assert child.returncode == 0
-    assert "Traceback" not in errors or 2 in messages  # then that of the crash is logged
+    assert "Traceback" not in errors or 2 in messages  # the crash is logged with a traceback
     assert "KeyboardInterrupt" not in errors
     assert "never retrieved" not in errors
 
@@ -1501,7 +1501,7 @@ async def test_an_idle_actor_keeps_nothing_alive() -> None:
         assert not [note for note in alive if note() is not None]
 
 
-# Casts that cannot be.
+# Invalid systems and actors.
 
 
 def test_actor_spec_error_names_the_expected_arguments() -> None:
@@ -1594,7 +1594,7 @@ def test_failing_logging_of_the_host_raises_nothing(
 
 @on_each_loop
 async def test_crash_is_logged_where_fields_become_log_record_attributes(caplog: pytest.LogCaptureFixture) -> None:
-    """Such records refuse the names of their own fields."""
+    """Log records refuse extra fields with the names of their own attributes."""
 
     def fail(_: Context[object], message: object) -> None:
         raise ValueError("broken actor")
@@ -1628,12 +1628,12 @@ async def test_a_task_cancelled_from_outside_ends_the_system(whom: str) -> None:
     await until(lambda: bool(ends))
     await system.stop()
     assert ends == ["end"]
-    assert system.failure is None  # nobody has crashed
+    assert system.failure is None  # no actor has crashed
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_results_of_a_worker_with_a_queue_come_in_order_and_leave_no_thread() -> None:
-    """While work waits, another thread wakes the loop; what came before and after that is still in order."""
+    """With queued work another thread wakes the loop; results from both threads are still in order."""
     worker, received = _worker(asyncio.get_running_loop())
     for number in range(200):
         worker.submit(lambda number=number: number, done=str, failed=repr)

@@ -1,4 +1,4 @@
-"""The simulated engine: bugs are raised, faults are not, and what a core of some actors checks is really checked."""
+"""The simulated engine: bugs are raised, injected faults are not, and assertions in a core fail the test."""
 
 from __future__ import annotations
 

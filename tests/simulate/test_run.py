@@ -1,4 +1,4 @@
-"""The engine's own cast under the seeded driver: it keeps its promises; where it does not, the seed is named."""
+"""The engine's actors under the seeded driver: histories keep the promises, and a planted bug is reported by seed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SEEDS = int(os.environ.get("CUELIGHT_HISTORIES", "40"))
 
 @pytest.mark.timeout(300 + SEEDS)
 def test_histories_keep_the_promises() -> None:
-    """As many as the environment says, in ten thousand of which each kind of misfortune has met each other."""
+    """Run `CUELIGHT_HISTORIES` seeds; among ten thousand, each kind of fault has met each other kind."""
     status, text = told(range(SEEDS))
     assert status == 0, text
     header, *_, row, summary = text.splitlines()
@@ -55,7 +55,7 @@ def test_histories_keep_the_promises() -> None:
     ends = [figures[name] for name in ("finished", "aborted", "failed", "refused")]
     assert figures["seeds"] == SEEDS
     assert sum(ends) == SEEDS * 12
-    assert all(ends), "everything that can become of a request is among them"
+    assert all(ends), "every end of a request occurs"
     assert min(figures["crashes"], figures["hangs"], figures["poisoned"]) > 0
     assert figures["deliveries"] > 1000
     assert re.fullmatch(rf"{SEEDS:,} histories passed every check, \d+ a second\.", summary)
@@ -88,7 +88,7 @@ def test_simulation_restores_logging() -> None:
 
 
 def _confuses_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The detokenizer gives the fourth token of each request for its neighbour in the vocabulary."""
+    """The detokenizer replaces the fourth token of each request by its neighbour in the vocabulary."""
     push = Detokenizer._push
 
     def confusing(self: Detokenizer, request_id: RequestId, stream: _TextStream, token_id: int) -> None:
@@ -98,7 +98,7 @@ def _confuses_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache manager forgets to take blocks back from every fifth request."""
+    """The cache manager does not free the blocks of every fifth request."""
     release = BlockTables.release
 
     def forgetting(self: BlockTables, filled: Filled) -> None:
@@ -109,7 +109,7 @@ def _keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _ends_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The detokenizer hears of each end twice, and does not mind."""
+    """The detokenizer handles each end twice."""
     handle = Detokenizer.handle
 
     def again(self: Detokenizer, message: DetokenizerMessage) -> None:
@@ -123,17 +123,17 @@ def _ends_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forgets_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Intake takes a request and does no more about it."""
+    """Intake accepts a request and does not admit it."""
     monkeypatch.setattr(Intake, "_encode", lambda *_: None)
 
 
 def _computes_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device does not see the first token."""
+    """The device omits the first token."""
     monkeypatch.setattr(StubDevice, "_read", lambda _, row: row.token_ids[1:])
 
 
 def _asserts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device finds its slots overwritten, which the executor takes for a failed step."""
+    """The device raises as for overwritten slots, which the executor reports as a failed step."""
 
     def read(_self: StubDevice, _row: object) -> list[int]:
         raise AssertionError("overwritten")
@@ -142,7 +142,7 @@ def _asserts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler crashes, and no fault was drawn."""
+    """The scheduler crashes without an injected fault."""
 
     def planned(self: StepLoop, **_: object) -> None:
         raise KeyError("a mistake")
@@ -151,12 +151,12 @@ def _breaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forgets_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Intake tells a new detokenizer that there is nothing to open."""
+    """Intake opens no streams at a new detokenizer."""
     monkeypatch.setattr(Intake, "_open_again", lambda self, life: self._detokenizer.tell(Reopened(life)))
 
 
 def _takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client's end takes again what it had before."""
+    """The client's inbox accepts chunks again that it already has."""
 
     def take(self: Inbox, chunk: Chunk) -> None:
         self.texts.append(chunk.text)
@@ -166,17 +166,17 @@ def _takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _voids_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler goes on counting on steps that are lost."""
+    """The scheduler keeps waiting for lost steps."""
     monkeypatch.setattr(InFlightSteps, "void", lambda self: self._watchdog.give_up())
 
 
 def _closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler remembers every end for ever."""
+    """The scheduler never forgets a confirmed end."""
     monkeypatch.setattr(UnconfirmedEnds, "close", lambda *_: None)
 
 
-def _blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler lets whoever brings the executor down do so for ever."""
+def _attributes_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler never fails a request that kills the executor."""
     monkeypatch.setattr(recovery, "attribute_crash", lambda *_, **__: None)
 
 
@@ -194,20 +194,20 @@ def _forgets_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _crowd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every history blocks go to host memory and come back, and executors die of it."""
+    """Every history moves blocks to host memory and back, with executor deaths meanwhile."""
     config, plan = run.draw_config, run.draw_fault_plan
     monkeypatch.setattr(run, "draw_config", lambda rng: with_tight_pool(config(rng)))
     monkeypatch.setattr(run, "draw_fault_plan", lambda *drawn: replace(plan(*drawn), save_death_rate=0.3))
 
 
 def _trusts_every_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache manager counts on copies that an executor was told to make before it died."""
+    """The cache manager relies on copies requested from an executor that died."""
     _crowd(monkeypatch)
     monkeypatch.setattr(HostSlots, "forget_unconfirmed", lambda self: self._unconfirmed.clear())
 
 
 def _trusts_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache manager does not look whether it is the memory of before."""
+    """The cache manager does not check that host memory is the same as before."""
     _crowd(monkeypatch)
 
     def kept(self: CacheManager, message: Reset) -> HostSlots:
@@ -227,7 +227,7 @@ def _trusts_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (_takes_all, "gets"),
         (_voids_nothing, "KeyError|steps end in the order|crashed|never ends"),
         (_closes_nothing, "scheduler has"),
-        (_blames_nobody, "no hope|there is no executor|not at rest"),
+        (_attributes_no_fault, "no hope|there is no executor|not at rest"),
         (_forgets_output, "gets|ends for"),
         (_forgets_prompts, "never ends"),
         (_computes_nonsense, r"request \d+ gets \["),
@@ -247,7 +247,7 @@ def test_planted_bug_is_found(
 
 
 def test_reference_output_does_not_use_the_engine() -> None:
-    """What the clients are checked against knows nothing of the engine."""
+    """The clients' expected output is computed without the engine."""
     tokens, text, reason = expected_output((1, 2, 3), Sampling(max_tokens=9, ignore_eos=True), 700)
     assert len(tokens) == 9
     assert reason == "length"

@@ -110,14 +110,14 @@ def _whole(config: Config, name: str, default: int | None = None) -> int:
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
-        raise NotNative(f"its configuration does not say its {name}")
+        raise NotNative(f"{name} of its configuration must be a positive whole number below 2**31, not {value!r}")
     return value
 
 
 def _number(config: Config, name: str, default: float | None = None) -> float:
     value = config.get(name, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
-        raise NotNative(f"its configuration does not say its {name}")
+        raise NotNative(f"{name} of its configuration must be a positive number, not {value!r}")
     return float(value)
 
 

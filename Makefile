@@ -14,6 +14,8 @@ LIST := $(shell find messages actors runtime \( -name '*.py' -o -name '*.cpp' -o
 INSTALLED := $(VENV)/.installed
 LINKED := $(VENV)/.linked-$(LIST)
 
+CPP = $(shell find actors benchmarks \( -name '*.cpp' -o -name '*.h' \))
+
 # The raw text, so that a `$` in a prompt stays one. Only from the command line: some shells export a PROMPT of their own.
 ifeq ($(origin PROMPT),command line)
 export CUELIGHT_PROMPT := $(value PROMPT)
@@ -27,7 +29,7 @@ help:
 	@echo 'make chat PROMPT="..."      answer once and exit; so does: echo "..." | make chat'
 	@echo 'make chat MODEL=NAME        a built-in name, a Hugging Face folder, a .gguf file or a hub id'
 	@echo 'make test                   run all tests on all cores (ARGS="-k name" for some)'
-	@echo 'make check                  ruff and mypy'
+	@echo 'make check                  ruff, mypy and clang-format'
 	@echo 'make stress                 the long forms of some tests: 10,000 histories with crashes, 200 killed processes'
 	@echo 'make clean                  remove the virtual environment and everything built'
 	@echo 'PYTHON=/path/to/python3     which Python to make the environment with'
@@ -44,10 +46,11 @@ check: setup
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/mypy tests/typing examples/*.py
+	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 stress: setup
-	@CUELIGHT_HISTORIES=10000 CUELIGHT_KILLS=200 $(BIN)/pytest tests/test_kernel_simulation.py tests/test_kernel_placement.py \
-		tests/test_scheduler_properties.py tests/test_cache_properties.py $(ARGS)
+	@CUELIGHT_HISTORIES=10000 CUELIGHT_KILLS=200 $(BIN)/pytest tests/kernel/test_simulation.py tests/kernel/test_placement.py \
+		tests/scheduler/test_properties.py tests/cache/test_properties.py $(ARGS)
 
 setup: $(LINKED)
 

@@ -1,4 +1,4 @@
-"""What fewer bits cost: perplexity, and how far each form of the model is from the same model in more bits.
+"""Measure the accuracy of quantized models: perplexity, and the distance from the same model in more bits.
 
     python -m benchmarks.accuracy [--chunk 256] [--text FILE] [--json FILE]
 
@@ -18,14 +18,13 @@ import numpy.typing as npt
 
 from benchmarks.common import options, report
 from cuelight import model_path
-from cuelight.actors.executor.native.architecture import Architecture, read_architecture
-from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout, wants_pairs
+from cuelight.actors.executor.native.attention import BF16, FLOAT32, INT8, layout, wants_vnni_pairs
 from cuelight.actors.executor.native.build import load_native
 from cuelight.actors.executor.native.decoder import NativeDecoder, NativeWeights
-from cuelight.actors.executor.native.linear import Kind
-from cuelight.actors.executor.native.pool import Pools
-from cuelight.actors.executor.native.weights import read_weights
-from cuelight.model_cache import cache_directory
+from cuelight.actors.executor.native.kv_pool import NativeKVPool
+from cuelight.actors.executor.native.linear import WeightFormat
+from cuelight.actors.executor.native.model_folder import Architecture, read_architecture, read_weights
+from cuelight.models.cache import cache_directory
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -33,13 +32,13 @@ Form: TypeAlias = Callable[[Ints], Floats]
 """Log probabilities [tokens, vocabulary] of what follows each token of a chunk, which stands alone."""
 
 NATIVE = {
-    "float32": (Kind.F32, FLOAT32),
-    "bfloat16": (Kind.BF16, BF16),
-    "bfloat16, int8 cache": (Kind.BF16, INT8),
-    "int8": (Kind.INT8, BF16),
-    "int8, int8 cache": (Kind.INT8, INT8),
-    "int4": (Kind.INT4, BF16),
-    "int4, int8 cache": (Kind.INT4, INT8),
+    "float32": (WeightFormat.F32, FLOAT32),
+    "bfloat16": (WeightFormat.BF16, BF16),
+    "bfloat16, int8 cache": (WeightFormat.BF16, INT8),
+    "int8": (WeightFormat.INT8, BF16),
+    "int8, int8 cache": (WeightFormat.INT8, INT8),
+    "int4": (WeightFormat.INT4, BF16),
+    "int4, int8 cache": (WeightFormat.INT4, INT8),
 }
 """Weights, and how keys and values are kept."""
 BLOCK_SIZE = 16
@@ -48,13 +47,13 @@ BLOCK_SIZE = 16
 class Native:
     """The decoder that the engine uses, over a pool of one chunk."""
 
-    def __init__(self, folder: Path, architecture: Architecture, kind: Kind, cache: int, chunk: int) -> None:
+    def __init__(self, folder: Path, architecture: Architecture, kind: WeightFormat, cache: int, chunk: int) -> None:
         kernels = load_native(cache_directory() / "native")
         weights = NativeWeights.pack(kernels, architecture, read_weights(folder), kind)
         block_count = 1 + -(-chunk // BLOCK_SIZE)
-        paired = wants_pairs(kernels, cache, BLOCK_SIZE, architecture.head_dim)
-        self._pools = Pools(architecture, block_count, BLOCK_SIZE, cache, paired=paired)
-        self._decoder = NativeDecoder(kernels, weights, self._pools.structures(), chunk)
+        vnni_pairs = wants_vnni_pairs(kernels, cache, BLOCK_SIZE, architecture.head_dim)
+        self._pool = NativeKVPool(architecture, block_count, BLOCK_SIZE, cache, vnni_pairs=vnni_pairs)
+        self._decoder = NativeDecoder(kernels, weights, self._pool.structures(), chunk)
 
     def __call__(self, token_ids: Ints) -> Floats:
         count = len(token_ids)

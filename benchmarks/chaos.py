@@ -1,4 +1,4 @@
-"""Requests stream while everything that serves them is killed, again and again; then nothing may be missing.
+"""Stream requests while the actors that serve them are killed repeatedly, and check that no output is lost.
 
     python -m benchmarks.chaos [--requests 200] [--kills 50] [--crashes 20] [--model stub] [--json FILE]
 
@@ -27,12 +27,12 @@ from typing import Any
 
 from benchmarks.common import children, options, percentile, report, sentences
 from cuelight import Engine
-from cuelight.health import Recovery
+from cuelight.status import Recovery
 from cuelight.testing import crash, stub_engine
 
 OTHERS = ("intake", "scheduler", "cache", "detokenizer")
 FOLLOWING_SHARE = 0.3
-"""So many of the deaths come right after the one before, whether or not a token has come since."""
+"""Share of deaths that follow shortly after the one before, whether or not a token came in between."""
 FOLLOWING_SECONDS_MAX = 0.5
 REST_SECONDS = 60.0
 
@@ -65,7 +65,7 @@ def asks(count: int, tokens_max: int, seed: int) -> list[Ask]:
 
 @dataclass
 class Heard:
-    """What came of one stream: its chunks, each with its time, and how it ended."""
+    """The outcome of one stream: its chunks, each with its time, and how it ended."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -98,7 +98,7 @@ class Death:
 
 
 class Killer:
-    """Kills by a plan: each death is due when so many tokens have come in all, or shortly after the one before."""
+    """Kills actors by a plan: each death is due at a total number of tokens, or shortly after the one before."""
 
     def __init__(self, engine: Engine, streams: Sequence[Heard], is_process: bool, chance: random.Random) -> None:
         self._engine = engine
@@ -154,7 +154,7 @@ class Killer:
 
 @dataclass(frozen=True)
 class Left:
-    """What exists at some moment, outside the engine."""
+    """Resources outside the engine that exist at some moment."""
 
     tasks: int
     threads: int
@@ -211,7 +211,7 @@ async def blocks_left(engine: Engine) -> int:
 
 @dataclass
 class Outcome:
-    """What the comparison of the two runs, and of what there was before and after, has found."""
+    """Results of comparing the two runs, and the resources before and after."""
 
     different: int
     lost: int

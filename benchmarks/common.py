@@ -1,4 +1,4 @@
-"""What the benchmarks share: workloads of exact token counts, percentiles, a heartbeat, and the report."""
+"""Helpers that the benchmarks share: workloads of exact token counts, percentiles, a heartbeat, and the report."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def report(rows: list[dict[str, object]], path: Path | None, **facts: object) ->
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that decide the speed."""
+    """Return the versions of the packages that determine the speed."""
     from importlib.metadata import version
 
     return {name: version(name) for name in ("cuelight", "torch", "transformers")}
@@ -151,7 +151,7 @@ def children() -> list[int]:
     for path in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):  # its thread has just ended
             found += [int(child) for child in path.read_text().split()]
-    return [child for child in found if b"cuelight.kernel.elsewhere" in _command(child)]
+    return [child for child in found if b"cuelight.kernel.child" in _command(child)]
 
 
 def _command(process: int) -> bytes:

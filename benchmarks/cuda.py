@@ -1,4 +1,4 @@
-"""All that is to be shown on a GPU, by one command that takes less than eight minutes; on a CPU with small shapes two.
+"""Run all GPU measurements in less than eight minutes, or in two minutes with small shapes on a CPU.
 
     python -m benchmarks.cuda [--device cuda] [--parts tests,throughput,peer,decode,control] [--json FILE]
 
@@ -36,7 +36,7 @@ PART_SECONDS: Final = {"tests": 150, "throughput": 110, "peer": 70, "decode": 13
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run on a kind of device: models, `requests` of so many tokens (in and out), and `rows` that decode."""
+    """The measurements for a kind of device: models, `requests` with their tokens in and out, `rows` that decode."""
 
     dtype: str
     small: Shape
@@ -59,7 +59,7 @@ PLANS: Final = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Of this device, as torch reaches them: bytes and operations a second."""
+    """The device's measured limits, as torch reaches them: bytes and operations a second."""
 
     bytes: float
     operations: float
@@ -96,7 +96,7 @@ def _best_seconds(work: Callable[[], object], device: str) -> float:
 
 
 def run_tests(_plan: Plan, _device: str, _folder: Path) -> Row:
-    """Those marked `cuda`; without a GPU they are skipped."""
+    """Run the tests marked `cuda`, which are skipped without a GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "tests"]
     begin, limit = time.perf_counter(), PART_SECONDS["tests"] - 5  # and nothing is left behind
     try:
@@ -110,7 +110,7 @@ def run_tests(_plan: Plan, _device: str, _folder: Path) -> Row:
 
 
 def asks(plan: Plan) -> list[tuple[list[int], int]]:
-    """(prompt, output tokens) of random lengths, the same for everybody."""
+    """(prompt, output tokens) of random lengths, the same for every engine."""
     chance = random.Random(256)
     vocabulary = int(str(plan.small.sizes["vocab_size"]))
     pairs = [(chance.randint(*plan.lengths), chance.randint(*plan.lengths)) for _ in range(plan.requests)]
@@ -169,9 +169,9 @@ def _least_seconds(model: Path, plan: Plan, limits: Limits, batches: Iterable[ob
     """For the work of these steps, if reading and computing overlap in full."""
     from benchmarks.roofline import Model
     from cuelight.actors.executor.batch import Batch
-    from cuelight.actors.executor.native.linear import Kind
+    from cuelight.actors.executor.native.linear import WeightFormat
 
-    counted = Model(model, Kind.BF16 if plan.dtype == "bfloat16" else Kind.F32, block_size=16)
+    counted = Model(model, WeightFormat.BF16 if plan.dtype == "bfloat16" else WeightFormat.F32, block_size=16)
     total = 0.0
     for batch in batches:
         assert isinstance(batch, Batch)
@@ -302,7 +302,7 @@ PARTS: Final[Mapping[str, Callable[[Plan, str, Path], Row]]] = {
 
 
 def in_a_process(part: str, device: str) -> Row:
-    """The part's row, or why there is none."""
+    """Return the part's row, or a row with the reason if it failed."""
     command = [sys.executable, "-m", "benchmarks.cuda", "--part", part, "--device", device]
     begin = time.perf_counter()
     try:

@@ -1,4 +1,4 @@
-"""When the device computes, measured by itself: events in its own stream where it has one, else a clock on its thread.
+"""Measure when the device computes: by events in its own stream if it has one, otherwise by a clock on its thread.
 
 From outside, as the stopwatch: methods of the runner are wrapped for a while.
 """
@@ -29,7 +29,7 @@ class Step:
     @property
     def is_decode(self) -> bool:
         """Whether each row has one token, and samples another."""
-        return len(self.batch.draws) == len(self.batch.sequences) == len(self.batch.token_ids)
+        return len(self.batch.sampling_rows) == len(self.batch.chunks) == len(self.batch.token_ids)
 
 
 @dataclass
@@ -95,16 +95,16 @@ class DeviceWatch:
 
     @property
     def idle_share(self) -> float:
-        """Of that span: the device had nothing to compute."""
+        """Share of the span in which the device had nothing to compute."""
         return 1 - sum(step.end - step.begin for step in self.steps) / self.span_seconds
 
     @property
     def row_count(self) -> int:
         """Rows of all steps together."""
-        return sum(len(step.batch.sequences) for step in self.steps)
+        return sum(len(step.batch.chunks) for step in self.steps)
 
     def decodes(self, rows: int) -> Sequence[tuple[float, Step]]:
-        """Steps of so many decodes that follow another one, and how long after its end they ended."""
+        """Return the steps of `rows` decodes that follow another, each with the seconds between their ends."""
         pairs = zip(self.steps, self.steps[1:], strict=False)
         both = ((a, b) for a, b in pairs if a.is_decode and b.is_decode)
-        return [(b.end - a.end, b) for a, b in both if len(a.batch.sequences) == len(b.batch.sequences) == rows]
+        return [(b.end - a.end, b) for a, b in both if len(a.batch.chunks) == len(b.batch.chunks) == rows]

@@ -1,4 +1,4 @@
-"""The engine on whole workloads: speed, latency, memory, where the time goes, and how near the machine's limits it is.
+"""Measure the engine on whole workloads: speed, latency, memory, time of each part, and the distance to machine limits.
 
     python -m benchmarks.engine [--workload W1,W2,W4] [--quantization int8] [--kv-cache-dtype int8] [--decoder auto]
         [--dtype auto] [--device cpu] [--threads 2] [--reps 3] [--workload-file FILE] [--json FILE]
@@ -28,11 +28,11 @@ from benchmarks.native_limits import Limits
 from benchmarks.stopwatch import Span, Stopwatch
 from benchmarks.workloads import Ask, FileWorkload, Workload, own_workloads
 from cuelight import Engine, model_path
-from cuelight.actors.executor.native.architecture import NotNative
-from cuelight.actors.executor.native.linear import Kind
+from cuelight.actors.executor.native.linear import WeightFormat
+from cuelight.actors.executor.native.model_folder import NotNative
 from cuelight.config import EngineConfig, EngineOptions
 
-KINDS = {"int8": Kind.INT8, "int4": Kind.INT4, "bfloat16": Kind.BF16}
+KINDS = {"int8": WeightFormat.INT8, "int4": WeightFormat.INT4, "bfloat16": WeightFormat.BF16}
 
 
 @dataclass
@@ -198,7 +198,7 @@ def engine_options(arguments: argparse.Namespace) -> EngineOptions:
 
 
 def wanted(arguments: argparse.Namespace, folder: Path) -> list[Workload]:
-    """Those in files where files are named, else our own."""
+    """Return the workloads of the given files, or the built-in ones if no file is given."""
     if arguments.workload_file:
         return [FileWorkload(Path(file)) for file in arguments.workload_file.split(",")]
     own = own_workloads(folder)
@@ -206,7 +206,7 @@ def wanted(arguments: argparse.Namespace, folder: Path) -> list[Workload]:
 
 
 def use_cores(count: int) -> None:
-    """Keep this process, and the threads that libraries are going to make, to so many processors."""
+    """Restrict this process, and the threads that libraries will create, to `count` processors."""
     os.environ["OMP_NUM_THREADS"] = str(count)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
@@ -255,7 +255,7 @@ def near_limits(
     folder: Path, chosen: EngineOptions, limits: Limits, measured: Iterable[Measured]
 ) -> dict[str, list[dict[str, object]]]:
     """Nothing for a model whose work is not known."""
-    kind = KINDS.get(chosen.get("quantization") or chosen["dtype"], Kind.F32)
+    kind = KINDS.get(chosen.get("quantization") or chosen["dtype"], WeightFormat.F32)
     try:
         model = roofline.Model(folder, kind, EngineConfig(**chosen).block_size)
     except NotNative as reason:

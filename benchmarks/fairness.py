@@ -1,4 +1,4 @@
-"""How long one tenant waits for its first tokens while another floods the engine, on a clock that only jumps.
+"""Measure one tenant's waits for first tokens while another floods the engine, on a virtual clock.
 
     python -m benchmarks.fairness [--seeds 5] [--requests 100] [--json FILE]
 
@@ -18,18 +18,14 @@ import statistics
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeAlias
-
-import msgspec
+from typing import Final
 
 from benchmarks.common import options, percentile, report
-from benchmarks.control_plane import ControlPlane, Rows
-from cuelight.actors.scheduler.planning import Limits
-from cuelight.kernel import Actor, Context
-from cuelight.kernel.simulation import Simulation
-from cuelight.messages import detokenizer, executor, observer, scheduler
-from cuelight.messages.address import Address
+from benchmarks.control_plane import TimedExecutor
+from cuelight.config import EngineConfig
+from cuelight.messages import detokenizer, executor, scheduler
 from cuelight.messages.request import RequestId, Sampling, Service
+from cuelight.simulate.engine import LatestFigures, SimulatedEngine, stand_ins_without_clients
 
 STEP_SECONDS: Final = 0.0454
 ROW_SECONDS: Final = 0.00445
@@ -42,7 +38,6 @@ BLOCK_SIZE: Final = 16
 WATERMARK: Final = 0.01
 MAILBOX_CAPACITY: Final = 10_000
 TOKEN_LIMIT: Final = 8192
-SAMPLED_TOKEN: Final = 5
 WORDS: Final = range(49_000)
 
 FLOOD: Final = Service("flood")
@@ -60,12 +55,12 @@ WARM_UP_SECONDS: Final = 60.0
 POLICIES: Final = ("fcfs", "priority", "fair")
 SHARES: Final = {"p50": 0.5, "p99": 0.99}
 WITHIN: Final = 1.5
-"""What "fair" is to stay within, in times of the yardstick, at the median and at the 99th percentile."""
+"""Bound on the ratio to the yardstick, at the median and at the 99th percentile, for a policy to be fair."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What the flood takes: tokens of its prompts and outputs, at least and at most, and the blocks there are."""
+    """The size of the flood: least and most tokens of its prompts and outputs, and the number of blocks."""
 
     name: str
     prompts: tuple[int, int]
@@ -81,60 +76,33 @@ SCENARIOS: Final = (
 )
 
 
-class _Over(msgspec.Struct, frozen=True, tag=True):
-    """A step has taken its time."""
-
-    answer: scheduler.StepDone
-    reply_to: Address[scheduler.StepDone]
-
-
-_DeviceInbox: TypeAlias = executor.ExecutorMessage | _Over
+def step_seconds(slowness: float, step: executor.ExecuteStep) -> float:
+    """Return the seconds of a step on a device that is `slowness` times slower than the modelled one."""
+    decodes = sum(chunk.token_count == 1 for chunk in step.chunks)
+    prefill = sum(chunk.token_count for chunk in step.chunks) - decodes
+    return slowness * (STEP_SECONDS + ROW_SECONDS * decodes + TOKEN_SECONDS * prefill)
 
 
-class Device(Actor[_DeviceInbox]):
-    """An executor that takes its time, so many times the model's, and knows one token. One step after another."""
+class Clients:
+    """Both tenants: receive every token and every end."""
 
-    def __init__(self, context: Context[_DeviceInbox], slowness: float) -> None:
-        self._context = context
-        self._slowness = slowness
-        self._rows = Rows()
-        self._free_at = 0.0
-
-    def handle(self, message: _DeviceInbox) -> None:
-        if isinstance(message, _Over):
-            message.reply_to.tell(message.answer)
-            return
-        if isinstance(message, executor.GetExecutorState):
-            return  # whoever drives the trial says when it is ready
-        sampling = self._rows.compute(message)
-        decodes = sum(chunk.token_count == 1 for chunk in message.chunks)
-        prefill = sum(chunk.token_count for chunk in message.chunks) - decodes
-        seconds = STEP_SECONDS + ROW_SECONDS * decodes + TOKEN_SECONDS * prefill
-        now = self._context.clock.now()
-        self._free_at = max(self._free_at, now) + self._slowness * seconds
-        answer = scheduler.StepDone(message.epoch, message.step, sampling, (SAMPLED_TOKEN,) * len(sampling))
-        self._context.after(self._free_at - now, _Over(answer, message.reply_to))
-
-
-class Clients(Actor[detokenizer.DetokenizerMessage]):
-    """Both tenants: hear every token and every end."""
-
-    def __init__(self, trial: Trial) -> None:
-        self._trial = trial
+    def __init__(self, run: FairnessRun) -> None:
+        self._run = run
         self.waits: dict[RequestId, float] = {}
         """Seconds from arrival to the first token, of the light tenant's requests."""
         self.light_ended = 0
         self.flood_tokens = 0
-        """Of the prompts and outputs of the flood's requests that have ended."""
+        """Tokens in the prompts and outputs of the flood's requests that have ended."""
         self.preemptions = 0
         self.preemptions_most = 0
-        """Of one request."""
+        """Most preemptions of a single request."""
 
-    def handle(self, message: detokenizer.DetokenizerMessage) -> None:
+    def receive(self, message: detokenizer.DetokenizerMessage) -> None:
+        """Note the first tokens and the ends."""
         if isinstance(message, detokenizer.TokensReady):
             for request_id in message.request_ids:
                 if request_id >= LIGHT_FROM and request_id not in self.waits:
-                    self.waits[request_id] = self._trial.waited(request_id)
+                    self.waits[request_id] = self._run.waited(request_id)
         elif isinstance(message, detokenizer.RequestEnded):
             assert message.reason == "length", f"{message.request_id} ended otherwise: {message}"
             self.preemptions += message.preemptions
@@ -143,17 +111,10 @@ class Clients(Actor[detokenizer.DetokenizerMessage]):
                 self.light_ended += 1
             else:
                 self.flood_tokens += message.usage.prompt_tokens + message.usage.output_tokens
-                self._trial.flood()
+                self._run.flood()
 
 
-class Deaf:
-    """An observer that wants to know nothing."""
-
-    def tell(self, message: observer.ObserverMessage, /) -> None:
-        """Do nothing."""
-
-
-class Trial:
+class FairnessRun:
     """One seed's requests of the light tenant, beside the flood under a policy; without one, alone on half."""
 
     def __init__(self, scenario: Scenario, policy: str | None, seed: int, requests: int) -> None:
@@ -165,12 +126,20 @@ class Trial:
         self._flood = random.Random(f"flood {seed}")
         self._flooded = 0
         self._came_at: dict[RequestId, float] = {}
-        limits = Limits(TOKEN_BUDGET, RUNNING_MAX, long_prefill_tokens=TOKEN_BUDGET // 4)
-        plane = ControlPlane(limits, WATERMARK, scheduler.SetPolicy(policy or "fcfs"), MAILBOX_CAPACITY, Deaf())
+        config = EngineConfig(
+            executor="thread",
+            token_budget=TOKEN_BUDGET,
+            running_max=RUNNING_MAX,
+            queue_limit=MAILBOX_CAPACITY // 4,
+            watermark_fraction=WATERMARK,
+            policy=policy or "fcfs",
+        )
         slowness = 2.0 if self._is_alone else 1.0
-        cast = plane.cast(lambda context: Device(context, slowness), self.clients)
-        self._simulation = Simulation(cast, seed, record=False)
-        self._to = self._simulation.find(plane.scheduler)
+        seconds = partial(step_seconds, slowness)
+        stand_ins = stand_ins_without_clients(config, detokenizer_receives=self.clients.receive)
+        stand_ins["executor"] = lambda context: TimedExecutor(context, seconds)
+        self._engine = SimulatedEngine(seed, config, LatestFigures(), stand_ins=stand_ins)
+        self._to = self._engine.find(self._engine.roles.scheduler)
 
     def run(self) -> None:
         """Until the light tenant has all its answers."""
@@ -181,25 +150,23 @@ class Trial:
         at = WARM_UP_SECONDS
         for number in range(self._requests):
             at += self._light.expovariate(LIGHT_RATE)
-            self._simulation.at(at, partial(self._light_comes, RequestId(LIGHT_FROM + number)))
+            self._engine.simulation.at(at, partial(self._light_comes, RequestId(LIGHT_FROM + number)))
         while self.clients.light_ended < self._requests:
-            self._simulation.run(until_seconds=at, steps_max=sys.maxsize)
-            if self._simulation.failure is not None:
-                raise self._simulation.failure
+            self._engine.run(until_seconds=at, steps_max=sys.maxsize)
             at += 1.0
         assert len(self.clients.waits) == self._requests, "each of them got a first token"
 
     def waits(self, share: float) -> float:
-        """Seconds that so many of the light tenant's requests waited for their first tokens, at most."""
+        """Return the percentile `share` of the light tenant's waits for first tokens, in seconds."""
         return percentile(list(self.clients.waits.values()), share)
 
     def waited(self, request_id: RequestId) -> float:
         """Seconds since this request of the light tenant came."""
-        return self._simulation.clock.now() - self._came_at[request_id]
+        return self._engine.now() - self._came_at[request_id]
 
     def flood_rate(self) -> float:
         """Tokens of the flood a second."""
-        return self.clients.flood_tokens / self._simulation.clock.now()
+        return self.clients.flood_tokens / self._engine.now()
 
     def flood(self) -> None:
         """One more request of the flood."""
@@ -208,44 +175,44 @@ class Trial:
         self._send(RequestId(self._flooded), self._flood, length, outputs, FLOOD)
 
     def _light_comes(self, request_id: RequestId) -> None:
-        self._came_at[request_id] = self._simulation.clock.now()
+        self._came_at[request_id] = self._engine.now()
         length = self._light.randint(*self._light.choice(LIGHT_PROMPTS))
         self._send(request_id, self._light, length, self._light.randint(*LIGHT_OUTPUTS), LIGHT)
 
-    def _send(self, request_id: RequestId, chance: random.Random, length: int, outputs: int, service: Service) -> None:
-        prompt = tuple(chance.choices(WORDS, k=length))
+    def _send(self, request_id: RequestId, rng: random.Random, length: int, outputs: int, service: Service) -> None:
+        prompt = tuple(rng.choices(WORDS, k=length))
         sampling = Sampling(max_tokens=outputs, ignore_eos=True)
-        now = self._simulation.clock.now()
+        now = self._engine.now()
         self._to.tell(scheduler.Admit(request_id, prompt, sampling, TOKEN_LIMIT, service, now))
 
 
-def trials(scenario: Scenario, policy: str | None, seeds: int, requests: int) -> list[Trial]:
+def runs(scenario: Scenario, policy: str | None, seeds: int, requests: int) -> list[FairnessRun]:
     """One for each seed, over and done with."""
     done = []
     for seed in range(seeds):
         print(f"{scenario.name}, {policy or 'alone'}, seed {seed}", file=sys.stderr, flush=True)
-        trial = Trial(scenario, policy, seed, requests)
-        trial.run()
-        done.append(trial)
+        run = FairnessRun(scenario, policy, seed, requests)
+        run.run()
+        done.append(run)
     return done
 
 
-def ratios(beside: list[Trial], alone: list[Trial], share: float) -> list[float]:
-    """What waiting beside the flood is to waiting alone on half the machine, for each seed."""
+def ratios(beside: list[FairnessRun], alone: list[FairnessRun], share: float) -> list[float]:
+    """Return, for each seed, the ratio of the wait beside the flood to the wait alone on half the machine."""
     return [ours.waits(share) / theirs.waits(share) for ours, theirs in zip(beside, alone, strict=True)]
 
 
-def row(scenario: Scenario, policy: str | None, done: list[Trial], alone: list[Trial]) -> dict[str, object]:
-    """Of the table."""
+def row(scenario: Scenario, policy: str | None, done: list[FairnessRun], alone: list[FairnessRun]) -> dict[str, object]:
+    """Return a row of the table."""
     figures: dict[str, object] = {"the flood takes": scenario.name, "policy": policy or "(alone, on half)"}
     for name, share in SHARES.items():
-        figures[f"{name}, s"] = f"{statistics.mean(trial.waits(share) for trial in done):.2f}"
+        figures[f"{name}, s"] = f"{statistics.mean(run.waits(share) for run in done):.2f}"
     for name, share in SHARES.items():
         each = ratios(done, alone, share)
         figures[f"{name} to alone (range)"] = f"{statistics.mean(each):.2f} ({min(each):.2f}..{max(each):.2f})"
-    figures["flood, tokens/s"] = f"{statistics.mean(trial.flood_rate() for trial in done):.0f}" if policy else "-"
-    figures["preemptions"] = f"{statistics.mean(trial.clients.preemptions for trial in done):.0f}"
-    figures["of one request"] = max(trial.clients.preemptions_most for trial in done)
+    figures["flood, tokens/s"] = f"{statistics.mean(run.flood_rate() for run in done):.0f}" if policy else "-"
+    figures["preemptions"] = f"{statistics.mean(run.clients.preemptions for run in done):.0f}"
+    figures["of one request"] = max(run.clients.preemptions_most for run in done)
     return figures
 
 
@@ -254,10 +221,10 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     worst = 0.0
     for scenario in SCENARIOS:
-        alone = trials(scenario, None, arguments.seeds, arguments.requests)
+        alone = runs(scenario, None, arguments.seeds, arguments.requests)
         rows.append(row(scenario, None, alone, alone))
         for policy in POLICIES:
-            done = trials(scenario, policy, arguments.seeds, arguments.requests)
+            done = runs(scenario, policy, arguments.seeds, arguments.requests)
             rows.append(row(scenario, policy, done, alone))
             if policy == "fair":
                 worst = max(worst, *(statistics.mean(ratios(done, alone, share)) for share in SHARES.values()))

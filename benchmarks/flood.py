@@ -1,4 +1,4 @@
-"""A flood of submissions against a full queue: who is answered, and whether those that were accepted notice.
+"""Flood a full queue with submissions: measure the answers and the effect on accepted requests.
 
     python -m benchmarks.flood [--submissions 50000] [--queue-limit 1000] [--seconds 5] [--rounds 3] [--model NAME]
 
@@ -25,20 +25,20 @@ from cuelight.errors import QueueFull
 from cuelight.testing import stub_engine
 
 BURST = 100
-"""So many submissions come in one turn of the loop."""
+"""Submissions in one turn of the event loop."""
 
 
 @dataclass
 class Figures:
-    """What was seen in the measured `seconds`."""
+    """Figures of the measured `seconds`."""
 
     seconds: float = 0.0
     tokens: int = 0
-    """Of output."""
+    """Number of output tokens."""
     token_seconds: list[float] = field(default_factory=list)
-    """Of each request, from its first token to its last, per token."""
+    """Seconds a token of each request, from its first token to its last."""
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Of what the flood has submitted."""
+    """Outcomes of the flood's submissions."""
     refusing_seconds: float = 0.0
     """That submitting took in all, for those that were refused at once."""
     hints: int = 0
@@ -57,7 +57,7 @@ class Side:
         self._flooding = asyncio.TaskGroup()
 
     async def run(self, *, flooded: bool) -> Figures:
-        """Fill the queue, then measure for so many seconds, or until every submission of the flood is answered."""
+        """Fill the queue, then measure for the set time, or until every submission of the flood is answered."""
         figures = self._figures
         async with asyncio.TaskGroup() as clients:
             for number in range(self._arguments.queue_limit):

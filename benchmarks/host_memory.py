@@ -1,4 +1,4 @@
-"""What host memory is worth to requests that lose their blocks: the same pool, too small, with it and without.
+"""Measure the gain from host memory for preempted requests: the same pool, too small, with host memory and without.
 
     python -m benchmarks.host_memory [--reps 3] [--blocks 300] [--host-blocks 900] [--quantization int8] [--json FILE]
 

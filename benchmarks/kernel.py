@@ -75,7 +75,7 @@ def _sides() -> Iterable[Side]:
 
 
 class Reply(TypedDict, total=False):
-    """What a side's process prints; `missing` instead of figures where it could not import its library."""
+    """The output of a side's process; `missing` instead of figures if its library could not be imported."""
 
     figures: dict[str, float]
     note: str

@@ -1,4 +1,4 @@
-"""A million simulated requests through the real scheduler and cache manager, on a clock that only jumps.
+"""Run a million simulated requests through the real scheduler and cache manager on a virtual clock.
 
     python -m benchmarks.million [--requests 1000000] [--policy fair] [--rate 45] [--svg FILE] [--json FILE]
 
@@ -18,22 +18,17 @@ import sys
 import time
 from array import array
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeAlias
-
-import msgspec
+from typing import Final
 
 from benchmarks.common import options, percentile, report
-from benchmarks.control_plane import ControlPlane, Rows
+from benchmarks.control_plane import SAMPLED_TOKEN, TimedExecutor
 from benchmarks.svg import Panel, picture, round_up
-from cuelight.actors.scheduler.planning import Limits
-from cuelight.kernel import Actor, Context
-from cuelight.kernel.simulation import Simulation
-from cuelight.messages import detokenizer, executor, observer, scheduler
-from cuelight.messages.address import Address
+from cuelight.config import EngineConfig
+from cuelight.messages import detokenizer, executor, scheduler
 from cuelight.messages.request import RequestId, Sampling, Service
+from cuelight.simulate.engine import LatestFigures, SimulatedEngine, stand_ins_without_clients
 
 STEP_SECONDS: Final = 0.002
 TOKEN_SECONDS: Final = 1 / 20_000
@@ -46,20 +41,19 @@ WATERMARK: Final = 0.01
 TENANTS: Final = {"chat": 0.4, "search": 0.3, "agents": 0.2, "batch": 0.1}
 """Shares of the traffic."""
 SYSTEM_PROMPTS: Final = 3
-"""Of each tenant."""
+"""Number of system prompts of each tenant."""
 WITH_SYSTEM_PROMPT: Final = 0.6
 CONTINUING: Final = 0.15
 LEAVING: Final = 0.02
 STAY_SECONDS: Final = 10.0
-"""The mean, of a client that leaves unless it has its answer."""
+"""Mean time after which a leaving client cancels, unless it has its answer by then."""
 TOKENS_MAX: Final = 2048
-"""Of a prompt."""
+"""Most tokens of a prompt."""
 VOCABULARY: Final = 49_000
-SAMPLED_TOKEN: Final = 5
 
 SWING: Final = 0.2
 SWING_SECONDS: Final = 3600.0
-"""The rate is a sine of this period, so many times the mean above and below it."""
+"""The rate is a sine around its mean: SWING is its amplitude as a fraction of the mean, this its period."""
 BURST_FACTOR: Final = 2.0
 BURST_SECONDS: Final = 40.0
 CALM_SECONDS: Final = 900.0
@@ -69,40 +63,13 @@ SAMPLE_SECONDS: Final = 5.0
 MAILBOX_CAPACITY: Final = 100_000
 
 
-class _Over(msgspec.Struct, frozen=True, tag=True):
-    """A step has taken its time."""
-
-    answer: scheduler.StepDone
-    reply_to: Address[scheduler.StepDone]
+def step_seconds(step: executor.ExecuteStep) -> float:
+    """Seconds that the modelled device takes for a step."""
+    return STEP_SECONDS + sum(chunk.token_count for chunk in step.chunks) * TOKEN_SECONDS
 
 
-_DeviceInbox: TypeAlias = executor.ExecutorMessage | _Over
-
-
-class Device(Actor[_DeviceInbox]):
-    """An executor that takes its time and knows one token. Steps run one after another."""
-
-    def __init__(self, context: Context[_DeviceInbox]) -> None:
-        self._context = context
-        self._rows = Rows()
-        self._free_at = 0.0
-
-    def handle(self, message: _DeviceInbox) -> None:
-        if isinstance(message, _Over):
-            message.reply_to.tell(message.answer)
-            return
-        if isinstance(message, executor.GetExecutorState):
-            return  # whoever drives the trial says when it is ready
-        sampling = self._rows.compute(message)
-        tokens = sum(chunk.token_count for chunk in message.chunks)
-        now = self._context.clock.now()
-        self._free_at = max(self._free_at, now) + STEP_SECONDS + tokens * TOKEN_SECONDS
-        answer = scheduler.StepDone(message.epoch, message.step, sampling, (SAMPLED_TOKEN,) * len(sampling))
-        self._context.after(self._free_at - now, _Over(answer, message.reply_to))
-
-
-class Ledger(Actor[detokenizer.DetokenizerMessage]):
-    """Hears every token and every end, and sees to it that they add up."""
+class DeliveryLedger:
+    """Receives every token and every end, and checks that they add up."""
 
     def __init__(self) -> None:
         self.open: set[RequestId] = set()
@@ -112,7 +79,8 @@ class Ledger(Actor[detokenizer.DetokenizerMessage]):
         self.tokens = 0
         self._charged = 0
 
-    def handle(self, message: detokenizer.DetokenizerMessage) -> None:
+    def receive(self, message: detokenizer.DetokenizerMessage) -> None:
+        """Count tokens and ends."""
         if isinstance(message, detokenizer.TokensReady):
             self.tokens += len(message.token_ids)
         elif isinstance(message, detokenizer.RequestEnded):
@@ -130,23 +98,15 @@ class Ledger(Actor[detokenizer.DetokenizerMessage]):
         assert self.tokens == self._charged, f"{self.tokens} tokens were delivered and {self._charged} charged"
 
 
-@dataclass
-class Board:
+class SampledFigures(LatestFigures):
     """The latest figures, and the samples taken of them."""
 
-    requests: observer.RequestFigures = field(default_factory=observer.RequestFigures)
-    blocks: observer.BlockFigures = field(default_factory=observer.BlockFigures)
-    waiting: list[float] = field(default_factory=list)
-    held: list[float] = field(default_factory=list)
-    hit_rate: list[float | None] = field(default_factory=list)
-    _sampled: observer.RequestFigures = field(default_factory=observer.RequestFigures)
-
-    def tell(self, message: observer.ObserverMessage, /) -> None:
-        """Keep what is told."""
-        if isinstance(message, observer.RequestFigures):
-            self.requests = message
-        elif isinstance(message, observer.BlockFigures):
-            self.blocks = message
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[float] = []
+        self.held: list[float] = []
+        self.hit_rate: list[float | None] = []
+        self._sampled = self.requests
 
     def sample(self) -> None:
         """How it stands, and the hit rate of the requests that have ended since the last time."""
@@ -157,20 +117,15 @@ class Board:
         cached = now.cached_tokens - before.cached_tokens
         self.hit_rate.append(100 * cached / prompt_tokens if prompt_tokens else None)
 
-    def check(self) -> None:
-        """At the end."""
-        assert self.requests.running == self.requests.waiting == 0, f"requests are live: {self.requests}"
-        assert self.blocks.blocks_free == self.blocks.blocks_total > 0, f"blocks are held: {self.blocks}"
-
 
 class Population:
     """All those clients: what the next one asks for, drawn from a seed."""
 
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
-        self._words = tuple(chance.choices(range(VOCABULARY), k=65_536))
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._words = tuple(rng.choices(range(VOCABULARY), k=65_536))
         self._beginnings = {
-            tenant: [self._some(chance.randrange(64, 480)) for _ in range(SYSTEM_PROMPTS)] for tenant in TENANTS
+            tenant: [self._some(rng.randrange(64, 480)) for _ in range(SYSTEM_PROMPTS)] for tenant in TENANTS
         }
         self._earlier: dict[str, deque[tuple[int, ...]]] = {tenant: deque(maxlen=500) for tenant in TENANTS}
         self._samplings: dict[int, Sampling] = {}
@@ -178,14 +133,14 @@ class Population:
 
     def admit(self, number: int, now: float) -> scheduler.Admit:
         """The next request."""
-        chance = self._chance
-        tenant = chance.choices(tuple(TENANTS), tuple(TENANTS.values()))[0]
+        rng = self._rng
+        tenant = rng.choices(tuple(TENANTS), tuple(TENANTS.values()))[0]
         earlier = self._earlier[tenant]
         before: tuple[int, ...] = ()
-        if earlier and chance.random() < CONTINUING:
-            before = chance.choice(earlier)
-        elif chance.random() < WITH_SYSTEM_PROMPT:
-            before = chance.choice(self._beginnings[tenant])
+        if earlier and rng.random() < CONTINUING:
+            before = rng.choice(earlier)
+        elif rng.random() < WITH_SYSTEM_PROMPT:
+            before = rng.choice(self._beginnings[tenant])
         # Two tokens say which request this is, so that no others begin alike by chance.
         own = (number % VOCABULARY, number // VOCABULARY, *self._some(self._length(4.7, 0.9, 1000)))
         prompt = (before + own)[:TOKENS_MAX]
@@ -195,23 +150,23 @@ class Population:
         return scheduler.Admit(RequestId(number), prompt, sampling, 4096, self._services[tenant], now)
 
     def _length(self, mu: float, sigma: float, at_most: int) -> int:
-        return max(1, min(at_most, round(self._chance.lognormvariate(mu, sigma))))
+        return max(1, min(at_most, round(self._rng.lognormvariate(mu, sigma))))
 
     def _some(self, count: int) -> tuple[int, ...]:
-        start = self._chance.randrange(len(self._words) - count)
+        start = self._rng.randrange(len(self._words) - count)
         return self._words[start : start + count]
 
 
 class Arrivals:
     """Lets `total` clients come, one after another, and some of them leave; takes the samples meanwhile."""
 
-    def __init__(self, trial: Trial, total: int, rate: float) -> None:
+    def __init__(self, run: MillionRun, total: int, rate: float) -> None:
         self.count = 0
-        self._trial = trial
+        self._run = run
         self._total = total
         self._rate = rate
-        self._chance = random.Random(f"arrivals {trial.seed}")
-        self._population = Population(random.Random(f"population {trial.seed}"))
+        self._rng = random.Random(f"arrivals {run.seed}")
+        self._population = Population(random.Random(f"population {run.seed}"))
         self._burst_from = self._burst_until = 0.0
 
     def begin(self) -> None:
@@ -220,63 +175,69 @@ class Arrivals:
         self._sample()
 
     def _arrive(self) -> None:
-        trial, now = self._trial, self._trial.simulation.clock.now()
+        run, now = self._run, self._run.engine.now()
         admit = self._population.admit(self.count, now)
-        trial.ledger.open.add(admit.request_id)
-        trial.to.tell(admit)
-        if self._chance.random() < LEAVING:
-            leave = partial(trial.to.tell, scheduler.Abort(admit.request_id))
-            trial.simulation.at(now + self._chance.expovariate(1 / STAY_SECONDS), leave)
+        run.ledger.open.add(admit.request_id)
+        run.to.tell(admit)
+        if self._rng.random() < LEAVING:
+            leave = partial(run.to.tell, scheduler.Abort(admit.request_id))
+            run.engine.simulation.at(now + self._rng.expovariate(1 / STAY_SECONDS), leave)
         self.count += 1
         if self.count % max(1, self._total // 10) == 0:
             print(f"{self.count:,} of {self._total:,} have come", file=sys.stderr, flush=True)
         if self.count < self._total:
-            trial.simulation.at(now + self._chance.expovariate(self._rate_at(now)), self._arrive)
+            run.engine.simulation.at(now + self._rng.expovariate(self._rate_at(now)), self._arrive)
 
     def _rate_at(self, now: float) -> float:
         """Requests a second."""
         if now >= self._burst_until:
-            self._burst_from = now + self._chance.expovariate(1 / CALM_SECONDS)
-            self._burst_until = self._burst_from + self._chance.expovariate(1 / BURST_SECONDS)
+            self._burst_from = now + self._rng.expovariate(1 / CALM_SECONDS)
+            self._burst_until = self._burst_from + self._rng.expovariate(1 / BURST_SECONDS)
         factor = BURST_FACTOR if now >= self._burst_from else 1.0
         return self._rate * factor * (1 + SWING * math.sin(2 * math.pi * now / SWING_SECONDS))
 
     def _sample(self) -> None:
-        self._trial.board.sample()
-        if self.count < self._total or self._trial.ledger.open:
-            self._trial.simulation.at(self._trial.simulation.clock.now() + SAMPLE_SECONDS, self._sample)
+        self._run.board.sample()
+        if self.count < self._total or self._run.ledger.open:
+            self._run.engine.simulation.at(self._run.engine.now() + SAMPLE_SECONDS, self._sample)
 
 
-class Trial:
+class MillionRun:
     """The cast, and what is seen of it."""
 
     def __init__(self, policy: str, seed: int) -> None:
         self.seed = seed
-        self.ledger = Ledger()
-        self.board = Board()
-        limits = Limits(TOKEN_BUDGET, RUNNING_MAX, long_prefill_tokens=TOKEN_BUDGET // 4)
-        chosen = scheduler.SetPolicy(policy)
-        plane = ControlPlane(limits, WATERMARK, chosen, MAILBOX_CAPACITY, self.board)
-        self.simulation = Simulation(plane.cast(Device, self.ledger), seed, record=False)
-        self.to = self.simulation.find(plane.scheduler)
+        self.ledger = DeliveryLedger()
+        self.board = SampledFigures()
+        config = EngineConfig(
+            executor="thread",
+            token_budget=TOKEN_BUDGET,
+            running_max=RUNNING_MAX,
+            queue_limit=MAILBOX_CAPACITY // 4,
+            watermark_fraction=WATERMARK,
+            policy=policy,
+        )
+        stand_ins = stand_ins_without_clients(config, detokenizer_receives=self.ledger.receive)
+        stand_ins["executor"] = lambda context: TimedExecutor(context, step_seconds)
+        self.engine = SimulatedEngine(seed, config, self.board, stand_ins=stand_ins)
+        self.to = self.engine.find(self.engine.roles.scheduler)
 
     def run(self, total: int, rate: float) -> float:
-        """Serve so many requests, arriving at this mean rate, and check the outcome; returns the seconds it took."""
+        """Serve `total` requests that arrive at this mean rate, check the outcome, and return the seconds taken."""
         begin = time.perf_counter()
         self.to.tell(scheduler.ExecutorReady(BLOCKS, BLOCK_SIZE))
-        self.simulation.run()
+        self.engine.run(steps_max=sys.maxsize)
         Arrivals(self, total, rate).begin()
-        self.simulation.run(steps_max=sys.maxsize)
+        self.engine.run(steps_max=sys.maxsize)
         seconds = time.perf_counter() - begin
-        if self.simulation.failure is not None:
-            raise self.simulation.failure
         self.ledger.check(total)
-        self.board.check()
+        self.board.check_at_rest()
+        self.engine.check_at_rest()
         return seconds
 
     def picture(self, total: int) -> str:
         """Queue, blocks and hits over time, as SVG."""
-        board, hours = self.board, self.simulation.clock.now() / 3600
+        board, hours = self.board, self.engine.now() / 3600
         queue_top = round_up(max(board.waiting))
         panels = (
             Panel("Requests waiting (peaks)", board.waiting, queue_top, "#b3402a", is_peak=True),
@@ -286,13 +247,13 @@ class Trial:
         return picture(f"{total:,} simulated requests", panels, hours)
 
     def figures(self, seconds: float) -> dict[str, object]:
-        """What came of it."""
+        """Return the figures of the run, which took `seconds`."""
         requests, waits = self.board.requests, self.ledger.waits
         tokens = requests.prompt_tokens + requests.output_tokens
         return {
             "wall seconds": f"{seconds:.0f}",
             "wall ms a step": f"{1e3 * seconds / requests.steps:.2f}",
-            "virtual hours": f"{self.simulation.clock.now() / 3600:.2f}",
+            "virtual hours": f"{self.engine.now() / 3600:.2f}",
             "requests finished": f"{self.ledger.reasons['length']:,}",
             "requests that left": f"{self.ledger.reasons['cancelled']:,}",
             "steps": f"{requests.steps:,}",
@@ -310,12 +271,12 @@ class Trial:
 
 def main() -> None:
     arguments = options(__doc__, requests=1_000_000, rate=45.0, policy="fair", seed=1, svg="")
-    trial = Trial(arguments.policy, arguments.seed)
-    figures = trial.figures(trial.run(arguments.requests, arguments.rate))
+    run = MillionRun(arguments.policy, arguments.seed)
+    figures = run.figures(run.run(arguments.requests, arguments.rate))
     rows: list[dict[str, object]] = [{"figure": name, "value": value} for name, value in figures.items()]
     if arguments.svg:
         Path(arguments.svg).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.svg).write_text(trial.picture(arguments.requests))
+        Path(arguments.svg).write_text(run.picture(arguments.requests))
     facts = {name: getattr(arguments, name) for name in ("requests", "rate", "policy", "seed")}
     report(rows, arguments.json, **facts)
 

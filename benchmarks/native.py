@@ -13,7 +13,7 @@ import json
 from benchmarks.common import options, report
 from benchmarks.native_limits import Ceilings
 from cuelight.actors.executor.native.build import load_native
-from cuelight.model_cache import cache_directory
+from cuelight.models.cache import cache_directory
 
 PARTS = ("attention", "linear", "sample")
 """Each is a module `native_<part>` with `measure(native, ceilings)`, which gives the rows of tables by their titles."""

@@ -23,17 +23,17 @@ from cuelight.actors.executor.native.attention import (
     INT8,
     AttentionKernels,
     Floats,
-    Layout,
-    Pool,
+    LayerPool,
+    SmallKernels,
+    StepLayout,
     layout,
-    wants_pairs,
+    wants_vnni_pairs,
 )
-from cuelight.actors.executor.native.ops import SmallKernels
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
 BYTES = {FLOAT32: 4, BF16: 2, INT8: 1}
 NAMES = {FLOAT32: "float32", BF16: "bf16", INT8: "int8"}
-FORMS = {"plain": 0, "avx2": 1, "avx512": 2, "avx512 bf16": 3}
+FORMS = {"portable": 0, "avx2": 1, "avx512": 2, "avx512 bf16": 3}
 
 STEPS: dict[str, list[tuple[int, int]]] = {
     "1 row of 256": [(1, 256)],
@@ -61,14 +61,14 @@ def fastest(run: Callable[[], object], repetitions: int = REPETITIONS) -> float:
 class Step:
     """One step over the pools of all layers, with random contents."""
 
-    def __init__(self, sequences: list[tuple[int, int]], kind: int, paired: bool) -> None:
+    def __init__(self, sequences: list[tuple[int, int]], kind: int, vnni_pairs: bool) -> None:
         self.sequences, self.kind = sequences, kind
         self.counts = [-(-context // BLOCK_SIZE) for _, context in sequences]
         self.blocks = sum(self.counts)
         self.random = np.random.default_rng(1)
         self.arrays = [self._layer() for _ in range(LAYERS)]
         self.pools = [
-            Pool(
+            LayerPool(
                 *(a.ctypes.data for a in data),
                 kind,
                 self.blocks,
@@ -76,7 +76,7 @@ class Step:
                 BLOCK_SIZE,
                 HEAD_DIM,
                 *(a.ctypes.data for a in scales),
-                paired=paired,
+                vnni_pairs=vnni_pairs,
             )
             for data, scales in self.arrays
         ]
@@ -94,7 +94,7 @@ class Step:
             data = [(a.view(np.uint32) >> 16).astype(np.uint16) for a in data]
         return data, scales
 
-    def _layout(self) -> Layout:
+    def _layout(self) -> StepLayout:
         order = self.random.permutation(self.blocks).astype(np.int64)
         tables = np.split(order, np.cumsum(self.counts)[:-1])
         ends = [0, *itertools.accumulate(count for count, _ in self.sequences)]
@@ -109,12 +109,12 @@ class Step:
         return layout(positions, blocks, positions % BLOCK_SIZE, bounds, tables)
 
     def bytes(self) -> int:
-        """Of keys and values that all layers read."""
+        """Bytes of the keys and values that all layers read."""
         tokens = sum(context for _, context in self.sequences)
         return 2 * tokens * KV_HEADS * HEAD_DIM * BYTES[self.kind] * len(self.pools)
 
     def flops(self) -> int:
-        """Of both products over what each query sees, all layers."""
+        """Operations of both products over the tokens that each query sees, in all layers."""
         seen = sum(count * (2 * context - count + 1) // 2 for count, context in self.sequences)
         return 4 * seen * HEADS * HEAD_DIM * len(self.pools)
 
@@ -149,13 +149,13 @@ def attention_rows(native: ctypes.CDLL, ceilings: Ceilings) -> list[dict[str, ob
     rows: list[dict[str, object]] = []
     for name, sequences in STEPS.items():
         theirs = torch_seconds(sequences)
-        forms = [(FLOAT32, "plain"), (FLOAT32, "avx2"), *((kind, "avx512") for kind in NAMES), (BF16, "avx512 bf16")]
+        forms = [(FLOAT32, "portable"), (FLOAT32, "avx2"), *((kind, "avx512") for kind in NAMES), (BF16, "avx512 bf16")]
         for kind, form in forms:
             if native.cue_force_isa(FORMS[form]) != FORMS[form]:
                 continue
-            step = Step(sequences, kind, wants_pairs(native, kind, BLOCK_SIZE, HEAD_DIM))
+            step = Step(sequences, kind, wants_vnni_pairs(native, kind, BLOCK_SIZE, HEAD_DIM))
             kernels = AttentionKernels(native)
-            ours = fastest(partial(step.run, kernels), 3 if form == "plain" else REPETITIONS)
+            ours = fastest(partial(step.run, kernels), 3 if form == "portable" else REPETITIONS)
             limits = ceilings.measure(20)
             share = limits.seconds(step.flops(), step.bytes(), integer=False) / ours
             rows.append(

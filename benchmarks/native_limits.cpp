@@ -1,4 +1,4 @@
-// What this machine can do at most: the ceilings beside which the native kernels are measured. All threads at once.
+// Ceilings of this machine for comparison with the native kernels: arithmetic and memory throughput of all threads.
 #include <cstdint>
 #include <cstring>
 
@@ -7,10 +7,10 @@
 
 namespace {
 
-// Sums that are under way at once, as many as hide an instruction's latency on any machine.
+// Independent sums: enough to hide the latency of the instruction on any machine.
 constexpr int kChains = 12;
 
-// Each does `times` rounds of kChains instructions and returns the operations of a round.
+// Each function executes `times` rounds of kChains instructions and returns the operations of one round.
 #if CUE_X86
 
 CUE_TARGET_AVX512
@@ -49,27 +49,27 @@ CUE_TARGET_END
 
 #endif
 
-constexpr int64_t kAhead = 1024;
+constexpr int64_t kPrefetchBytes = 1024;
 
-// Read a stretch of memory, fetching a little ahead; the result only keeps the compiler from leaving it out.
-uint64_t read_words(const uint8_t* memory, int64_t bytes) {
+// Read memory sequentially, prefetching kPrefetchBytes ahead. The result keeps the compiler from removing the reads.
+uint64_t read_portable(const uint8_t* memory, int64_t bytes) {
     uint64_t a = 0, b = 0;
     for (int64_t i = 0; i + 64 <= bytes; i += 64) {
-        uint64_t words[8];
-        std::memcpy(words, memory + i, sizeof words);
-        __builtin_prefetch(memory + i + (i + kAhead < bytes ? kAhead : 0), 0, 2);
-        a ^= words[0] ^ words[2] ^ words[4] ^ words[6];
-        b ^= words[1] ^ words[3] ^ words[5] ^ words[7];
+        uint64_t line[8];
+        std::memcpy(line, memory + i, sizeof line);
+        __builtin_prefetch(memory + i + (i + kPrefetchBytes < bytes ? kPrefetchBytes : 0), 0, 2);
+        a ^= line[0] ^ line[2] ^ line[4] ^ line[6];
+        b ^= line[1] ^ line[3] ^ line[5] ^ line[7];
     }
     return a ^ b;
 }
 
 #if CUE_X86
 CUE_TARGET_AVX512
-uint64_t read_lines(const uint8_t* memory, int64_t bytes) {
+uint64_t read_avx512(const uint8_t* memory, int64_t bytes) {
     __m512i all = _mm512_setzero_si512();
     for (int64_t i = 0; i + 64 <= bytes; i += 64) {
-        __builtin_prefetch(memory + i + (i + kAhead < bytes ? kAhead : 0), 0, 2);
+        __builtin_prefetch(memory + i + (i + kPrefetchBytes < bytes ? kPrefetchBytes : 0), 0, 2);
         all = _mm512_xor_si512(all, _mm512_loadu_si512(memory + i));
     }
     return static_cast<uint64_t>(_mm512_reduce_add_epi64(all));
@@ -79,16 +79,16 @@ CUE_TARGET_END
 
 uint64_t read(const uint8_t* memory, int64_t bytes) {
 #if CUE_X86
-    if (cue::isa() == cue::kAvx512) return read_lines(memory, bytes);
+    if (cue::isa() == cue::kAvx512) return read_avx512(memory, bytes);
 #endif
-    return read_words(memory, bytes);
+    return read_portable(memory, bytes);
 }
 
 }  // namespace
 
 extern "C" {
 
-// Operations done, one multiplication and one addition each counted; 0 where the machine has no such instruction.
+// Number of operations, multiplications and additions counted separately; 0 if the machine lacks the instruction.
 int64_t limit_int8(int64_t times) {
     int64_t round = 0;
 #if CUE_X86
@@ -104,7 +104,7 @@ int64_t limit_int8(int64_t times) {
 int64_t limit_float(int64_t times) {
     int64_t round = 0;
 #if CUE_X86
-    if (cue::isa() == cue::kPlain) return 0;
+    if (cue::isa() == cue::kPortable) return 0;
     cue::parallel(cue_threads(), [&](int task) {
         const int64_t operations = cue::isa() == cue::kAvx512 ? float_rounds_avx512(times) : float_rounds_avx2(times);
         if (task == 0) round = operations;
@@ -113,7 +113,7 @@ int64_t limit_float(int64_t times) {
     return round * times * cue_threads();
 }
 
-// Every byte is read once, in stretches that the threads take turns at.
+// Read every byte once, in stretches that are divided among the threads.
 uint64_t limit_read(const uint8_t* memory, int64_t bytes) {
     constexpr int64_t kStretch = 256 * 1024;
     uint64_t all = 0;

@@ -32,7 +32,7 @@ class Limits:
     memory: float
 
     def seconds(self, operations: float, bytes_read: float, *, integer: bool) -> float:
-        """The least time for so much arithmetic while so many bytes come from memory."""
+        """Return the least seconds for these operations while `bytes_read` bytes come from memory."""
         peak = self.int8 if integer else self.float32
         return max(operations / peak if peak else 0.0, bytes_read / self.memory) / 1e9
 

@@ -22,15 +22,15 @@ import torch
 from benchmarks.common import options, report
 from benchmarks.native_limits import Ceilings, Limits
 from cuelight.actors.executor.native.build import load_native
-from cuelight.actors.executor.native.linear import Arena, Bytes, Floats, Kind, LinearKernels
-from cuelight.model_cache import cache_directory
+from cuelight.actors.executor.native.linear import Arena, Bytes, Floats, LinearKernels, WeightFormat
+from cuelight.models.cache import cache_directory
 
 SMALL = {"qkv": (960, 576), "output": (576, 576), "gate+up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
 LARGE = {"2048": (2048, 2048), "4096": (4096, 4096), "gate+up 4096": (11008, 4096), "down 4096": (4096, 11008)}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 COLD_BYTES = 96 << 20
-"""So many bytes of copies: more than the cache that cores share."""
+"""Total size of the weight copies, larger than the cache that cores share."""
 
 PACKED_FOR_ROWS = 32
 """As the engine's own float32 layers are packed."""
@@ -65,7 +65,7 @@ def fastest(contenders: dict[str, Iterator[Call]], seconds: float) -> dict[str, 
 class Ours:
     """Copies of one packed weight, multiplied through the library itself: the binding's checks are not timed."""
 
-    def __init__(self, native: ctypes.CDLL, kernels: LinearKernels, weights: Floats, kind: Kind) -> None:
+    def __init__(self, native: ctypes.CDLL, kernels: LinearKernels, weights: Floats, kind: WeightFormat) -> None:
         needed, memory = kernels.packed_bytes(kind, *weights.shape), Arena()
         self.packed = kernels.pack(weights, kind, into=memory.take(needed))
         self._linear = native.cue_linear
@@ -84,13 +84,13 @@ class Ours:
         return turns([call(copy) for copy in self._copies])
 
 
-def torch_contenders(weights: torch.Tensor, kind: Kind) -> dict[str, Contender]:
-    """torch's ways to the same product; for int4 there is none with float32 rows."""
-    if kind is Kind.INT8:
+def torch_contenders(weights: torch.Tensor, kind: WeightFormat) -> dict[str, Contender]:
+    """torch's operations for the same product; torch has no int4 product with float32 rows."""
+    if kind is WeightFormat.INT8:
         return {"_int_mm": _int_mm(weights)}
-    if kind is Kind.BF16:
+    if kind is WeightFormat.BF16:
         return {"F.linear bf16": _plain(weights.bfloat16())}
-    if kind is Kind.F32:
+    if kind is WeightFormat.F32:
         return {"_linear_pointwise": _pointwise(weights), "F.linear": _plain(weights)}
     return {}
 
@@ -133,8 +133,10 @@ def _int_mm(weights: torch.Tensor) -> Contender:
 def row(name: str, rows: int, ours: Ours, best: dict[str, float], limits: Limits) -> dict[str, object]:
     packed = ours.packed
     operations = 2.0 * rows * packed.outputs * packed.inputs
-    integer = packed.kind in {Kind.INT8, Kind.INT4}
-    at_once = 2 if packed.kind is Kind.BF16 else 1  # instructions for bfloat16 do twice as much, where there are any
+    integer = packed.kind in {WeightFormat.INT8, WeightFormat.INT4}
+    at_once = (
+        2 if packed.kind is WeightFormat.BF16 else 1
+    )  # instructions for bfloat16 do twice as much, where there are any
     limit = limits.seconds(operations / at_once, packed.buffer.nbytes, integer=integer)
     others = {other: seconds for other, seconds in best.items() if other != "ours"}
     return {
@@ -152,11 +154,11 @@ def row(name: str, rows: int, ours: Ours, best: dict[str, float], limits: Limits
 def measure(
     native: ctypes.CDLL, ceilings: Ceilings, seconds: float = 0.1, large: bool = False
 ) -> dict[str, list[dict[str, object]]]:
-    """The table by its title; every contender of a row gets so many seconds."""
+    """Return the table under its title. Each contender of a row is measured for the given seconds."""
     kernels = LinearKernels(native)
     rows: list[tuple[str, int, Ours, dict[str, float]]] = []
     with torch.inference_mode():
-        for kind in (Kind.INT8, Kind.INT4, Kind.F32, Kind.BF16):
+        for kind in (WeightFormat.INT8, WeightFormat.INT4, WeightFormat.F32, WeightFormat.BF16):
             for name, shape in (SMALL | LARGE if large else SMALL).items():
                 weights = np.random.default_rng(1).standard_normal(shape, np.float32)
                 ours, others = Ours(native, kernels, weights, kind), torch_contenders(torch.from_numpy(weights), kind)

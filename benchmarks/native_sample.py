@@ -14,16 +14,16 @@ import numpy as np
 import torch
 
 from benchmarks.native_limits import Ceilings
-from cuelight.actors.executor.batch import Draw
+from benchmarks.numpy_sampling import Floats, choose
+from cuelight.actors.executor.batch import SamplingRow
 from cuelight.actors.executor.model.sampling import sample as torch_sample
-from cuelight.actors.executor.native.sampler import Sampler
-from cuelight.actors.executor.native.sampling import Floats, choose
+from cuelight.actors.executor.native.runner import Sampler
 from cuelight.messages.request import RequestId, Sampling
 
 VOCABULARY = 49152
 ROWS = 32
 SLOW_ROWS = 4
-"""Of them for numpy and torch."""
+"""Number of rows that numpy and torch sample."""
 
 OPTIONS = {
     "temperature": Sampling(temperature=0.8),
@@ -31,7 +31,7 @@ OPTIONS = {
     "top_k 50, top_p 0.95": Sampling(temperature=0.8, top_k=50, top_p=0.95),
     "top_p 0.9": Sampling(temperature=0.8, top_p=0.9),
 }
-FORMS = {"plain": 0, "avx2": 1, "avx512": 2}
+FORMS = {"portable": 0, "avx2": 1, "avx512": 2}
 
 
 def logits_by_kind() -> dict[str, Floats]:
@@ -44,7 +44,7 @@ def logits_by_kind() -> dict[str, Floats]:
 
 
 def fastest(run: Callable[[], object], seconds: float) -> float:
-    """Of at least three calls."""
+    """Return the time of the fastest of at least three calls."""
     best, count, end = float("inf"), 0, time.perf_counter() + seconds
     while count < 3 or time.perf_counter() < end:
         begin = time.perf_counter()
@@ -64,11 +64,11 @@ def measure(native: ctypes.CDLL, ceilings: Ceilings, seconds: float = 0.15) -> d
 
 
 def _row(native: ctypes.CDLL, kind: str, name: str, logits: Floats, seconds: float) -> dict[str, object]:
-    draws = [Draw(RequestId(row), row, row, row, 0, OPTIONS[name]) for row in range(ROWS)]
+    sampling_rows = [SamplingRow(RequestId(row), row, row, row, 0, OPTIONS[name]) for row in range(ROWS)]
     best, sampler = logits.argmax(axis=1), Sampler(native, [])
 
     def ours() -> float:
-        return fastest(lambda: sampler.choose(logits, best.copy(), draws), seconds) / ROWS
+        return fastest(lambda: sampler.choose(logits, best.copy(), sampling_rows), seconds) / ROWS
 
     figures, threads = {"all threads": ours()}, native.cue_threads()
     native.cue_set_threads(1)
@@ -78,10 +78,10 @@ def _row(native: ctypes.CDLL, kind: str, name: str, logits: Floats, seconds: flo
     native.cue_force_isa(-1)
     native.cue_set_threads(threads)
     alone = min(figures[form] for form in FORMS if form in figures)
-    some = list(enumerate(draws[:SLOW_ROWS]))
+    some = list(zip(logits, sampling_rows[:SLOW_ROWS], strict=False))
     rows = torch.from_numpy(logits[:SLOW_ROWS])
-    numpys = fastest(lambda: [choose(logits[row].copy(), draw, []) for row, draw in some], seconds) / SLOW_ROWS
-    torchs = fastest(lambda: torch_sample(rows, draws[:SLOW_ROWS], []), seconds) / SLOW_ROWS
+    numpys = fastest(lambda: [choose(row.copy(), sampling_row, []) for row, sampling_row in some], seconds) / SLOW_ROWS
+    torchs = fastest(lambda: torch_sample(rows, sampling_rows[:SLOW_ROWS], []), seconds) / SLOW_ROWS
     return {
         "logits": kind,
         "options": name,

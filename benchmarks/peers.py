@@ -20,7 +20,7 @@ from cuelight.config import EngineOptions
 
 
 class Trace(Protocol):
-    """What the harness wants to know of a request."""
+    """The harness's interface for the events of a request."""
 
     def token(self, at: float, token_id: int, /) -> None: ...
 

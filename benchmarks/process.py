@@ -1,4 +1,4 @@
-"""What the system knows of this process: when it began, its memory, and who used the processors meanwhile. Linux."""
+"""Linux's figures on this process: start time, memory, and the use of the processors meanwhile."""
 
 from __future__ import annotations
 

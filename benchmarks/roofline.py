@@ -1,4 +1,4 @@
-"""What a step must read and compute at the least, and how long that takes at this machine's limits.
+"""Compute the least data and operations of a step, and their least time at this machine's limits.
 
     python -m benchmarks.roofline [--threads 2]
 
@@ -21,11 +21,11 @@ from benchmarks.common import options, percentile
 from benchmarks.native_limits import COLD_BYTES, SLICE_BYTES, Ceilings, Limits
 from benchmarks.stopwatch import Step
 from cuelight.actors.executor.batch import Batch
-from cuelight.actors.executor.native.architecture import read_architecture
-from cuelight.actors.executor.native.linear import Kind
+from cuelight.actors.executor.native.linear import WeightFormat
+from cuelight.actors.executor.native.model_folder import read_architecture
 
-WEIGHT_BYTES = {Kind.F32: 4.0, Kind.BF16: 2.0, Kind.INT8: 1.0, Kind.INT4: 0.5 + 2 / 32}
-"""Of one weight, the scales of INT4's groups included; those of a whole row are few."""
+WEIGHT_BYTES = {WeightFormat.F32: 4.0, WeightFormat.BF16: 2.0, WeightFormat.INT8: 1.0, WeightFormat.INT4: 0.5 + 2 / 32}
+"""Bytes of one weight, including the scales of INT4's groups; the scales of whole rows are negligible."""
 
 PASSES = 4
 
@@ -38,10 +38,10 @@ class Work:
     products: float
     attention: float
 
-    def seconds(self, limits: Limits, kind: Kind) -> float:
+    def seconds(self, limits: Limits, kind: WeightFormat) -> float:
         """The least for this much, if reading and computing overlap in full."""
-        peak = limits.int8 if kind in (Kind.INT8, Kind.INT4) else limits.float32
-        if kind is Kind.BF16:
+        peak = limits.int8 if kind in (WeightFormat.INT8, WeightFormat.INT4) else limits.float32
+        if kind is WeightFormat.BF16:
             peak *= 2  # instructions for bfloat16 do twice as much, where there are any
         computing = self.products / peak + self.attention / limits.float32
         return max(computing, self.bytes / limits.memory) / 1e9
@@ -50,11 +50,11 @@ class Work:
 class Model:
     """Counts the work of a step. Raises NotNative for an architecture that it does not know."""
 
-    def __init__(self, folder: Path, kind: Kind, block_size: int) -> None:
+    def __init__(self, folder: Path, kind: WeightFormat, block_size: int) -> None:
         self._a = a = read_architecture(folder)
         self._block_size = block_size
         self.kind = kind
-        self._kv_bytes = 2 * a.layers * a.kv_heads * a.head_dim * (4 if kind is Kind.F32 else 2)
+        self._kv_bytes = 2 * a.layers * a.kv_heads * a.head_dim * (4 if kind is WeightFormat.F32 else 2)
         queries = a.heads * a.head_dim
         self._qkv = a.hidden * (queries + 2 * a.kv_heads * a.head_dim)
         self._others = queries * a.hidden + 3 * a.hidden * a.intermediate
@@ -62,13 +62,15 @@ class Model:
 
     def work(self, batch: Batch) -> Work:
         """Weights once a step, keys and values once a block however many rows share it; logits only where sampled."""
-        a, tokens, draws = self._a, len(batch.token_ids), len(batch.draws)
-        weights = a.layers * self._qkv + (a.layers - (draws == 0)) * self._others + self._head * (draws > 0)
-        read = sum(sequence.context_length for sequence in batch.sequences)
-        tables = np.concatenate([sequence.block_ids for sequence in batch.sequences])
+        a, tokens, samples = self._a, len(batch.token_ids), len(batch.sampling_rows)
+        weights = a.layers * self._qkv + (a.layers - (samples == 0)) * self._others + self._head * (samples > 0)
+        read = sum(chunk.context_length for chunk in batch.chunks)
+        tables = np.concatenate([chunk.block_ids for chunk in batch.chunks])
         # A block that several share is a full one.
         read -= (len(tables) - len(np.unique(tables))) * self._block_size
-        products = a.layers * self._qkv * tokens + ((a.layers - 1) * tokens + draws) * self._others + self._head * draws
+        products = (
+            a.layers * self._qkv * tokens + ((a.layers - 1) * tokens + samples) * self._others + self._head * samples
+        )
         return Work(
             bytes=weights * WEIGHT_BYTES[self.kind] + read * self._kv_bytes,
             products=2.0 * products,
@@ -79,9 +81,9 @@ class Model:
 def _pairs(batch: Batch) -> int:
     """A token attends to itself and all before it."""
     pairs = 0
-    for sequence in batch.sequences:
-        count = sequence.stop - sequence.start
-        pairs += count * sequence.context_length - count * (count - 1) // 2
+    for chunk in batch.chunks:
+        count = chunk.stop - chunk.start
+        pairs += count * chunk.context_length - count * (count - 1) // 2
     return pairs
 
 

@@ -1,4 +1,4 @@
-"""What a step costs the control plane: the real scheduler and cache manager as actors, with the messages between them.
+"""Measure a step's control plane: the real scheduler and cache manager as actors, with the messages between them.
 
     python -m benchmarks.scheduler [--reps 3] [--steps 160] [--vllm PYTHON --vllm-script FILE] [--json FILE]
 
@@ -32,11 +32,13 @@ from pathlib import Path
 from typing import Final, Never, TypedDict, TypeVar
 
 from benchmarks.common import percentile, report
-from benchmarks.control_plane import ControlPlane, Rows, Sink
-from cuelight.actors.scheduler.planning import Limits
+from benchmarks.control_plane import Rows
+from cuelight.config import EngineConfig
+from cuelight.core.parts import roles
 from cuelight.kernel import Actor, ActorSpec, System
 from cuelight.messages import executor, observer, scheduler
 from cuelight.messages.request import RequestId, Sampling, Service
+from cuelight.simulate.engine import engine_specs, stand_ins_without_clients
 
 M = TypeVar("M")
 
@@ -48,7 +50,7 @@ BLOCK_SIZE: Final = 16
 STEPS_IN_FLIGHT: Final = 2
 WARM_UP_STEPS: Final = 32
 FLAT: Final = 1.3
-"""The slowest shape may take so many times as long as the fastest."""
+"""Limit on the ratio of the slowest shape's time to the fastest's."""
 
 VOCABULARY: Final = tuple(range(49_000))
 """One object for each token id, which leaves room in memory for many prompts."""
@@ -75,7 +77,7 @@ SHAPES: Final = (
 
 
 class Figures(TypedDict):
-    """What one process measures, in milliseconds a step; the parts only where the handlers were timed."""
+    """Measurements of one process, in milliseconds a step; the parts only if the handlers were timed."""
 
     median: float
     p90: float
@@ -102,6 +104,9 @@ class Timed(Actor[M]):
     def __init__(self, actor: Actor[M], name: str, watch: Watch) -> None:
         self._actor, self._name, self._watch = actor, name, watch
 
+    def started(self) -> None:
+        self._actor.started()
+
     def handle(self, message: M) -> None:
         begin = time.perf_counter()
         self._actor.handle(message)
@@ -124,7 +129,7 @@ class Echo(Actor[executor.ExecutorMessage]):
 
     def handle(self, message: executor.ExecutorMessage) -> None:
         if isinstance(message, executor.GetExecutorState):
-            return  # whoever drives the trial says when it is ready
+            return  # the driver of the trial sends `ExecutorReady` itself
         begin = time.perf_counter()
         sampling = self._rows.compute(message)
         decodes = len(sampling) == len(message.chunks) == RUNNING and not message.rows
@@ -132,7 +137,7 @@ class Echo(Actor[executor.ExecutorMessage]):
         if decodes:
             self._note()
         else:
-            assert not self.times, "once all decode, nobody ends and nobody is preempted"
+            assert not self.times, "a request ended or was preempted after all decoded"
         answer = scheduler.StepDone(message.epoch, message.step, sampling, (5,) * len(sampling))
         message.reply_to.tell(answer)
 
@@ -170,17 +175,25 @@ class Rig:
         self.echo = Echo(self.watch, WARM_UP_STEPS + steps + 1)
         self.board = Board()
         self._is_split = is_split
-        limits = Limits(TOKEN_BUDGET, RUNNING, STEPS_IN_FLIGHT)
-        capacity = RUNNING + shape.waiting + shape.blocks // 100 + 1000
-        self._plane = ControlPlane(limits, 0.0, scheduler.SetPolicy("fcfs"), capacity, self.board)
-        self.scheduler = self._plane.scheduler
+        self._config = EngineConfig(
+            executor="thread",
+            token_budget=TOKEN_BUDGET,
+            running_max=RUNNING,
+            queue_limit=RUNNING + shape.waiting + shape.blocks // 100 + 1000,
+            steps_in_flight=STEPS_IN_FLIGHT,
+            watermark_fraction=0.0,
+            long_prefill_tokens=TOKEN_BUDGET,
+        )
+        self.scheduler = roles(self._config).scheduler
 
     def cast(self) -> list[ActorSpec[Never]]:
-        """The parts, with timers around the handlers where the time is to be split."""
-        return self._plane.cast(lambda _: self.echo, Sink(), self._timed)
+        """Return the specs, with timers around the handlers where the time is to be split."""
+        stand_ins = stand_ins_without_clients(self._config)
+        stand_ins["executor"] = lambda _: self.echo
+        return engine_specs(self._config, self.board, stand_ins=stand_ins, wrap=self._timed)
 
     def _timed(self, actor: Actor[M], name: str, /) -> Actor[M]:
-        return Timed(actor, name, self.watch) if self._is_split else actor
+        return Timed(actor, name, self.watch) if self._is_split and name in self.watch.handler_seconds else actor
 
 
 def admissions(first_id: int, count: int, prompt_tokens: int, max_tokens: int) -> Iterator[scheduler.Admit]:
@@ -215,7 +228,7 @@ async def measure(shape: Shape, steps: int, *, is_split: bool) -> Figures:
 
 
 def figures(echo: Echo) -> Figures:
-    """Of the steps after the first few."""
+    """Return the figures of all steps after the warm-up."""
     times = echo.times[WARM_UP_STEPS:]
     pairs = times[::STEPS_IN_FLIGHT]
     each = [1e3 * (end - begin) / STEPS_IN_FLIGHT for begin, end in pairwise(pairs)]
@@ -250,13 +263,13 @@ def theirs(shape: Shape, arguments: argparse.Namespace) -> float:
 
 @dataclass
 class Results:
-    """Of one shape: each repetition's figures."""
+    """Results for one shape: the figures of each repetition."""
 
     ours: list[Figures] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
 
     def row(self, shape: Shape, split: Figures) -> dict[str, object]:
-        """Of the table."""
+        """Return a row of the table."""
         medians = [each["median"] for each in self.ours]
         parts = split["parts"]
         row: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""Mixed traffic for a long time, with faults: does memory grow, and do healthy requests notice?
+"""Mixed traffic for a long time, with faults: memory growth and the latency of healthy requests.
 
     python -m benchmarks.soak [--minutes 30] [--clients 16] [--kill-seconds 60] [--model NAME] [--executor process]
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import children, options, percentile, report, sentences
-from benchmarks.stand_in import slow_ensemble
+from benchmarks.stand_in import slow_parts
 from cuelight import Engine
 from cuelight.errors import RequestRejected
 from cuelight.testing import crash
@@ -36,23 +36,23 @@ PROMPTS = 64
 """Different prompts, each of which is asked again and again."""
 
 WARM_UP_SHARE = 0.2
-"""So much of the run is over before memory is looked at."""
+"""Share of the run before memory is measured."""
 
 SHARE_OF_FAULTS = 0.05
-"""Of the requests, for each kind of fault."""
+"""Share of requests with a fault, for each kind of fault."""
 
 PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 @dataclass
 class Figures:
-    """What was seen in one part of the run. Times are in seconds."""
+    """Figures of one part of the run. Times are in seconds."""
 
     latencies: list[float] = field(default_factory=list)
-    """Of healthy requests, from submission to end."""
+    """Seconds of healthy requests, from submission to end."""
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    """What should not have been."""
+    """Descriptions of violations that were found."""
     memory: list[tuple[float, float]] = field(default_factory=list)
     """When, and the MiB of this process then."""
     kills: int = 0
@@ -147,7 +147,7 @@ class Traffic:
             figures.wrong.append(f"nonsense was served: {prompt!r:.40} with {asked}")
 
     async def _kill(self, figures: Figures, until: float) -> None:
-        """The executor's process, or, where there is none, its life."""
+        """Kill the executor until the deadline: its process, or its actor if it has no process of its own."""
         pause = self._arguments.kill_seconds
         while time.perf_counter() + pause < until:
             await asyncio.sleep(pause)
@@ -166,7 +166,7 @@ class Traffic:
 
 
 def memory_mib() -> float:
-    """What this process holds in memory now."""
+    """Return the resident memory of this process, in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_MIB
 
 
@@ -189,11 +189,7 @@ async def _at_rest(engine: Engine) -> None:
 
 
 def _holdings() -> dict[str, int]:
-    """Count what an engine could leave behind. A thread that has reported its process's end may still be ending."""
     gc.collect()
-    for thread in threading.enumerate():
-        if thread.name.startswith("cuelight"):
-            thread.join(10.0)
     return {
         "tasks": len(asyncio.all_tasks()),
         "threads": threading.active_count(),
@@ -205,7 +201,7 @@ def _holdings() -> dict[str, int]:
 def _engine(arguments: argparse.Namespace, **shared: Any) -> Engine:
     if arguments.model:
         return Engine(arguments.model, **shared)
-    return Engine.from_ensemble("stand-in", partial(slow_ensemble, arguments.step_ms / 1e3), **shared)
+    return Engine.from_parts("stand-in", partial(slow_parts, arguments.step_ms / 1e3), **shared)
 
 
 async def soak(arguments: argparse.Namespace) -> dict[str, Any]:

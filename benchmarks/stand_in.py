@@ -1,4 +1,4 @@
-"""A stand-in for a model whose steps take as long as they are told to, and no processor time."""
+"""A stand-in for a model whose steps take a given time and no processor time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import partial
 
 from cuelight.actors.executor.stub import StubBatch, StubDevice
 from cuelight.config import EngineConfig
-from cuelight.ensemble import Ensemble
+from cuelight.core.parts import EngineParts
 from cuelight.messages.scheduler import StepDone
-from cuelight.testing import next_letter, stub_ensemble
+from cuelight.testing import next_letter, stub_parts
 
 
 class SlowDevice(StubDevice):
@@ -26,8 +26,8 @@ class SlowDevice(StubDevice):
         return done
 
 
-def slow_ensemble(step_seconds: float, config: EngineConfig) -> Ensemble[StubBatch]:
-    """What an engine around such a device is built from."""
-    stub = stub_ensemble(config)
+def slow_parts(step_seconds: float, config: EngineConfig) -> EngineParts[StubBatch]:
+    """Return the parts of an engine around such a device."""
+    stub = stub_parts(config)
     load = partial(SlowDevice, step_seconds, config.block_count or 1024, config.block_size)
-    return Ensemble(stub.facts, stub.encoder, stub.decode, load)
+    return EngineParts(stub.facts, stub.encoder, stub.decode, load)

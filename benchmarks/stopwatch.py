@@ -1,4 +1,4 @@
-"""Where an engine's time goes, measured from outside: methods of the actors and the device are wrapped for a while.
+"""Measure the time of an engine's parts from outside, by wrapping methods of the actors and the device.
 
 The engine knows nothing of it, and runs as ever before and after. On the event loop and on the thread that prepares,
 the time of the processor counts, since that work is hidden behind the device's; on the device's thread the wall's.

@@ -1,4 +1,4 @@
-"""What host memory that outlives the executor is worth: prompts whose blocks are there, loaded or computed again.
+"""Measure the gain from host memory that survives the executor: prompts whose blocks are loaded or computed again.
 
     python -m benchmarks.survival [--reps 3] [--requests 8] [--tokens 512] [--quantization none] [--json FILE]
 

@@ -14,7 +14,7 @@ TOP: Final = 36
 PANEL: Final = 130
 GAP: Final = 46
 COLUMNS: Final = 425
-"""A panel shows so many points at most; more are put together."""
+"""Most points in a panel; more are merged."""
 
 _STYLE: Final = (
     "text{font-family:sans-serif;font-size:13px;fill:#333}.title{font-weight:600}.tick{fill:#666}"

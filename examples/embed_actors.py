@@ -2,8 +2,8 @@
 
     python examples/embed_actors.py [FILE ...]
 
-Two actors count words. The reader reads files on a worker thread, where blocking is allowed, and tells the tally what
-it found; the tally owns the counts, and nobody else touches them. The program asks it for the most common words.
+Two actors count words. The reader reads files on a worker thread, where blocking is allowed, and sends the tally the
+words; the tally owns the counts, and no other actor changes them. The program asks it for the most common words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
-from cuelight.kernel import Actor, ActorSpec, Address, Context, Ref, Role, System, Worker, ask
+from cuelight.kernel import Actor, ActorSpec, Context, Recipient, Ref, Role, System, Worker, ask
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Report:
-    """Say what the most common words are, once `file_count` files are done. Answered once: `Summary`."""
+    """Request the most common words, once `file_count` files are done. Answered once: `Summary`."""
 
     file_count: int
-    reply_to: Address[Summary]
+    reply_to: Recipient[Summary]
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Summary:
 
 @dataclass(frozen=True)
 class Read:
-    """Count the words of this file. Not answered: the tally hears of them."""
+    """Count the words of this file. Not answered: the words go to the tally."""
 
     path: Path
 
 
 TallyMessage: TypeAlias = Counted | Unreadable | Report
-# Whole mailboxes are bounded; a role says by how much, and what its actor accepts.
+# Mailboxes are bounded; a role has the capacity and the types of messages that its actor accepts.
 TALLY = Role[TallyMessage]("tally", TallyMessage, capacity=1000)
 READER = Role[Read]("reader", Read, capacity=1000)
 
@@ -101,7 +101,7 @@ class Reader(Actor[Read | Counted | Unreadable]):
         match message:
             case Read(path):
                 self._disk.submit(partial(count_words, path), done=lambda counted: counted, failed=partial(sorry, path))
-            case Counted() | Unreadable():  # what the thread posts comes back as a message
+            case Counted() | Unreadable():  # the thread's result arrives as a message
                 self._tally.tell(message)
             case _:
                 assert_never(message)
@@ -117,7 +117,7 @@ def sorry(path: Path, error: Exception) -> Unreadable:
 
 
 async def main(paths: list[Path]) -> None:
-    # Sinks first: the cast starts in this order, and stops in reverse, so nobody sends to an actor that is gone.
+    # Sinks first: actors start in this order and stop in reverse, so none sends to an actor that has stopped.
     cast = (
         ActorSpec(TALLY, lambda _: Tally()),
         ActorSpec(READER, lambda context: Reader(context, context.find(TALLY))),

@@ -2,8 +2,8 @@
 
     python examples/pipeline.py FILE [COUNT]
 
-The source makes numbers, the hasher hashes them, the writer writes lines to FILE on a worker thread. Nobody sends
-without credit, which the writer gives, so every mailbox has a bound that follows from WINDOW.
+The source makes numbers, the hasher hashes them, the writer writes lines to FILE on a worker thread. Items are sent
+only against credit from the writer, so every mailbox has a bound that follows from WINDOW.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO, TypeAlias, assert_never
 
-from cuelight.kernel import Actor, ActorSpec, Address, Context, Role, System, Worker, ask
+from cuelight.kernel import Actor, ActorSpec, Context, Recipient, Role, System, Worker, ask
 
 WINDOW = 16
-"""Items that are on their way from the source into the file, at most."""
+"""Most items that may be in flight between the source and the file."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class AwaitEnd:
     """Answered once: when `count` items are written."""
 
     count: int
-    reply_to: Address[int]
+    reply_to: Recipient[int]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Source(Actor[Credit]):
 
 
 class Hasher(Actor[Item | Credit]):
-    """Takes what the writer will take, so it passes credit on and keeps nothing."""
+    """Hashes items. Passes the writer's credit on to the source and stores no items."""
 
     def __init__(self, context: Context[Item | Credit]) -> None:
         self._source, self._writer = context.find(SOURCE), context.find(WRITER)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, assert_never
 
-from cuelight.kernel import Actor, ActorSpec, Address, Context, RestartPolicy, Role
-from cuelight.kernel.faults import Faults
-from cuelight.kernel.simulation import Simulation, for_each_seed
+from cuelight.kernel import Actor, ActorSpec, Context, Recipient, RestartPolicy, Role
+from cuelight.kernel.simulation.faults import Faults
+from cuelight.kernel.simulation.simulator import Simulation, for_each_seed
 
 INCREMENTS = frozenset(range(30))
 RESTART_POLICY = RestartPolicy(restarts_max=100, window_seconds=1.0, backoff_max_seconds=0.5)
@@ -27,7 +27,7 @@ class Increment:
     """Count one more, once for each number. Answered by `Acknowledged`, unless the replica crashes."""
 
     number: int
-    reply_to: Address[Acknowledged]
+    reply_to: Recipient[Acknowledged]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class _Tick:
-    """To oneself: say again what others may have missed."""
+    """To oneself, by a timer: send again those messages that may have been lost."""
 
 
 ReplicaMessage: TypeAlias = Increment | Merge
@@ -53,7 +53,7 @@ REPLICAS = tuple(Role[ReplicaMessage](f"replica {number}", ReplicaMessage, capac
 
 
 class Replica(Actor[ReplicaMessage | _Tick]):
-    """Counts numbers, not messages, so that hearing twice of one does no harm. Like a disk, `saved` outlives it."""
+    """Counts numbers, not messages, so that duplicates do no harm. Like a disk, `saved` survives its crashes."""
 
     def __init__(self, context: Context[ReplicaMessage | _Tick], saved: set[int], has_bug: bool) -> None:
         self._context, self._saved, self._has_bug = context, saved, has_bug
@@ -68,7 +68,7 @@ class Replica(Actor[ReplicaMessage | _Tick]):
                 if not self._has_bug:
                     self._saved.add(number)
                 reply_to.tell(Acknowledged(number))
-                self._tell_others(number)  # a crash here, and with the bug nobody knows of it any more
+                self._tell_others(number)  # with the bug, a crash here loses the increment
                 self._saved.add(number)
             case Merge(numbers):
                 self._saved.update(numbers)

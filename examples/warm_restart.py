@@ -17,14 +17,14 @@ from cuelight.errors import BadPosition, UnknownRequest
 
 
 def remember(note: Path, request_id: int, position: int) -> None:
-    """Note how far it has come, so that a kill in the middle leaves the note before."""
+    """Write request id and position atomically, so that a kill in the middle leaves the previous note."""
     draft = note.with_suffix(".draft")
     draft.write_text(json.dumps([request_id, position]))
     draft.replace(note)
 
 
 async def show(stream: Stream, note: Path, position: int) -> None:
-    """Print what comes, and note how far it has come."""
+    """Print the chunks as they arrive, and note the position after each."""
     async for chunk in stream:
         print(chunk.text, end="", flush=True)
         position += len(chunk.token_ids)

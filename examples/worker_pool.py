@@ -17,7 +17,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, assert_never
 
-from cuelight.kernel import Actor, ActorSpec, Address, Context, InProcess, RestartPolicy, Role, System, Terminated, ask
+from cuelight.kernel import (
+    Actor,
+    ActorSpec,
+    Context,
+    InProcess,
+    Recipient,
+    RestartPolicy,
+    Role,
+    System,
+    Terminated,
+    ask,
+)
 
 ATTEMPTS_MAX = 2
 
@@ -36,7 +47,7 @@ class Attempt:
 
     job: Job
     number: int
-    reply_to: Address[Counted]
+    reply_to: Recipient[Counted]
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class Run:
     """To the foreman. Answered once all is done: jobs with their numbers of primes, None if set aside."""
 
     jobs: tuple[Job, ...]
-    reply_to: Address[list[tuple[Job, int | None]]]
+    reply_to: Recipient[list[tuple[Job, int | None]]]
 
 
 ForemanMessage: TypeAlias = Run | Counted | Terminated
@@ -70,7 +81,7 @@ class PrimeCounter(Actor[Attempt]):
 
 
 class Foreman(Actor[ForemanMessage]):
-    """Owns the queue, and knows who does what."""
+    """Owns the queue and the assignment of jobs to workers."""
 
     def __init__(self, context: Context[ForemanMessage]) -> None:
         self._me = context.ref

@@ -1,4 +1,4 @@
-"""Where an answer goes: the only thing a message knows of its sender."""
+"""The address that an answer is sent to, in the `reply_to` of a message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ M_contra = TypeVar("M_contra", contravariant=True)
 
 @runtime_checkable
 class Address(Protocol[M_contra]):
-    """Anything that takes messages of type `M`: an actor's ref, a client's stream, a test's list."""
+    """A receiver of messages of type `M`: an actor's ref, a client's stream or a test's list."""
 
     def tell(self, message: M_contra, /) -> None:
-        """Hand over one message without waiting."""
+        """Send one message without waiting."""

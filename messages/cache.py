@@ -1,4 +1,4 @@
-"""What the cache manager hears. Everything about one planning round travels in one `Reserve`."""
+"""Messages to the cache manager. A planning round takes one `Reserve`."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Growth(msgspec.Struct, frozen=True):
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """A waiting request asks for blocks for all of `token_ids`, less what the prefix cache already holds.
+    """A waiting request needs blocks for all of `token_ids`, less the prefix that is already cached.
 
-    It finds prefixes of the same `salt` only. Another sample of the prompt of `like` can also use that one's last
-    block, which is not full, by copying it.
+    Only prefixes with the same `salt` are used. A sample of the prompt of `sample_of` can also use a copy of the last
+    block of `sample_of`, which is not full.
     """
 
     request_id: RequestId
     token_ids: tuple[int, ...]
     salt: bytes = b""
-    like: RequestId | None = None
+    sample_of: RequestId | None = None
 
 
 class Filled(msgspec.Struct, frozen=True):
     """The K/V of a request's first `computed_tokens` tokens are in its blocks; full blocks become reusable prefixes.
 
-    `token_ids` are the tokens that the cache manager has not been told of yet, in order.
+    `token_ids` are the tokens that have not been sent to the cache manager yet, in order.
     """
 
     request_id: RequestId
@@ -45,9 +45,9 @@ class Filled(msgspec.Struct, frozen=True):
 class Reserve(msgspec.Struct, frozen=True, tag=True):
     """Hold blocks for one step. Answered once: `Granted`, with the same `round`; not at all before the first `Reset`.
 
-    Handled in this order: `filled`, then `growths`, each granted whole or refused, then, unless one was, `admissions`
-    in order, until one is refused or the admitted requests' uncached tokens reach `token_budget`. The copies of rounds
-    up to `made` have been made.
+    Handled in this order: `filled`; `growths`, each granted whole or refused; if none was refused, `admissions` in
+    order, until one is refused or the uncached tokens of the admitted requests reach `token_budget`. The copies of
+    rounds up to `copies_done` have been made.
     """
 
     round: int
@@ -56,35 +56,34 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
     admissions: tuple[Admission, ...]
     token_budget: int
     reply_to: Address[Granted]
-    made: int = -1
+    copies_done: int = -1
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """These requests hold their blocks no longer. Not answered. What was computed stays as a prefix until evicted.
+    """Release the blocks of these requests. Not answered. Computed full blocks stay cached until evicted.
 
-    Not so what those computed that are `spoilt`: a block beside the token that a model made no number of may hold none
-    either, and whoever found it would fail as they did.
+    Blocks of a `poisoned` request do not stay cached: its logits were not finite, and its K/V may not be either.
     """
 
     released: tuple[Filled, ...]
-    spoilt: tuple[RequestId, ...] = ()
+    poisoned: tuple[RequestId, ...] = ()
 
 
 class Reset(msgspec.Struct, frozen=True, tag=True):
-    """The pool is new and empty: `block_count` blocks of `block_size` tokens. Every table and prefix is forgotten.
+    """Forget every block table and prefix: the pool is new and empty, `block_count` blocks of `block_size` tokens.
 
-    Only what is in host memory is not, where that is the same as before: what was saved there by copies that have been
-    made, those of rounds up to `made` and of earlier ones that a `Reserve` has said so of.
+    Blocks in host memory are kept if `host.memory` is the same as before and the copies that saved them have been made:
+    those of rounds up to `copies_done`, here or in a `Reserve` before.
     """
 
     block_count: int
     block_size: int
     host: HostTier = HostTier()
-    made: int = -1
+    copies_done: int = -1
 
 
 class ForgetPrefixes(msgspec.Struct, frozen=True, tag=True):
-    """No request finds from now on what was computed before. Not answered; tables are kept, and nobody is disturbed."""
+    """Forget every cached prefix. Not answered; block tables are kept, and running requests continue."""
 
 
 CacheMessage: TypeAlias = Reserve | Release | Reset | ForgetPrefixes

@@ -1,4 +1,4 @@
-"""What a client's stream hears, from intake (`Accepted`, `Rejected`) and from the detokenizer (`Chunk`, `End`)."""
+"""Messages to a client's stream, from intake (`Accepted`, `Rejected`) and from the detokenizer (`Chunk`, `End`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from cuelight.messages.request import FinishReason, Refusal, RequestId, Usage
+from cuelight.messages.request import FailureCause, FinishReason, Refusal, RequestId, Usage
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -17,9 +17,9 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """The request was refused before any work; nothing more follows.
+    """The request was refused before any work; no other message follows.
 
-    After `retry_after_seconds` there may be room; None where trying again would not help or nobody can tell.
+    After `retry_after_seconds` a retry may be accepted; None if a retry would not help, or when is unknown.
     """
 
     request_id: RequestId
@@ -31,7 +31,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 class Chunk(msgspec.Struct, frozen=True, tag=True):
     """New output. `position` is the output index of the first of `token_ids`; `text` never ends in half a character.
 
-    Text lags behind the tokens while a character or a possible stop string is incomplete, so either may be empty.
+    Text is held back while a character or a possible stop string is incomplete, so either may be empty.
     """
 
     request_id: RequestId
@@ -41,9 +41,10 @@ class Chunk(msgspec.Struct, frozen=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """The last message of an accepted request. `error` says what went wrong when `reason` is `FAILED`.
+    """The last message of an accepted request. If `reason` is `FAILED`, `error` describes the failure and `failure` is
+    its kind.
 
-    `queued_seconds` it waited for its first blocks; `running_seconds` it held blocks, in all.
+    `queued_seconds` is the time until the first blocks, `running_seconds` the total time with blocks.
     """
 
     request_id: RequestId
@@ -53,6 +54,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     preemptions: int
     error: str = ""
     running_seconds: float = 0.0
+    failure: FailureCause | None = None
 
 
 ClientMessage: TypeAlias = Accepted | Rejected | Chunk | End

@@ -1,4 +1,4 @@
-"""What the detokenizer hears: streams from intake, tokens and ends from the scheduler."""
+"""Messages to the detokenizer: streams from intake, tokens and ends from the scheduler."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import msgspec
 from cuelight.messages.address import Address
 from cuelight.messages.client import Chunk, End
 from cuelight.messages.intake import Opened, Streams
-from cuelight.messages.request import FinishReason, RequestId, Usage
+from cuelight.messages.request import FailureCause, FinishReason, RequestId, Usage
 from cuelight.messages.scheduler import IntakeStarted
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """Tokens of this request will come: turn them into text for `client`. Answered once: `Opened`.
+    """Open a stream: send the text of this request's tokens to `client`. Answered once: `Opened`.
 
-    A `stop` string ends the text before itself; it is not looked for in the text of the first `min_tokens` tokens.
-    Harmless where the stream is open already. One that goes on from an earlier time has had `output` tokens so far.
+    A `stop` string ends the text before itself; the text of the first `min_tokens` tokens is not searched for it. Has
+    no effect if the stream is open already. A resumed request begins with its earlier `output` tokens.
     """
 
     request_id: RequestId
@@ -29,27 +29,28 @@ class Open(msgspec.Struct, frozen=True, tag=True):
 
 
 class DropStream(msgspec.Struct, frozen=True, tag=True):
-    """Intake knows of no such request: forget its stream without a word. A client that still waits sends it again."""
+    """Drop the stream of a request that intake does not have, without an end. A waiting client submits again."""
 
     request_id: RequestId
 
 
 class RetainStreams(msgspec.Struct, frozen=True, tag=True):
-    """A new intake knows of all that clients still wait for: forget every stream but theirs, without a word."""
+    """Drop every stream but these, without an end: a new intake has received all requests that clients wait for."""
 
     request_ids: tuple[RequestId, ...]
 
 
 class Reopened(msgspec.Struct, frozen=True, tag=True):
-    """Intake has told the detokenizer of this life to open every stream again that it knows of."""
+    """Intake has sent the `Open` of every stream again to the detokenizer of this life."""
 
     life: int
 
 
 class Histories(msgspec.Struct, frozen=True, tag=True):
-    """All output tokens of requests that live, and of some whose end was not confirmed, with those ends.
+    """All output tokens of live requests, and of ended ones whose end was not confirmed, with their ends.
 
-    Of all of them, as the answer to `GetHistories`; of one that is admitted again. Streams that lack some catch up.
+    The answer to `GetHistories`, with all of them; or sent for one request that is admitted again. A stream continues
+    from the tokens it has.
     """
 
     live: tuple[tuple[RequestId, tuple[int, ...]], ...]
@@ -57,7 +58,7 @@ class Histories(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetStreams(msgspec.Struct, frozen=True, tag=True):
-    """What has each stream that has not ended been given? Answered once: `Streams`; not at all before `Reopened`."""
+    """Return the output tokens of each open stream. Answered once: `Streams`; not at all before `Reopened`."""
 
     reply_to: Address[Streams]
 
@@ -65,7 +66,7 @@ class GetStreams(msgspec.Struct, frozen=True, tag=True):
 class TokensReady(msgspec.Struct, frozen=True, tag=True):
     """One step's tokens: `token_ids[i]` is the `positions[i]`-th output token, counted from 0, of `request_ids[i]`.
 
-    Ignored where it is not the next one: who speaks of another may be a scheduler that is no more.
+    A token that is not its stream's next one is ignored: an earlier scheduler may have sent it.
     """
 
     request_ids: tuple[RequestId, ...]
@@ -74,10 +75,11 @@ class TokensReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestEnded(msgspec.Struct, frozen=True, tag=True):
-    """No more tokens of this request: flush its text and end its stream. Confirmed: `Finished` to intake, `Closed` to
-    the scheduler. Ignored for a stream that is unknown, or that has not been given all `usage.output_tokens`.
+    """Flush the text of this request and end its stream. Confirmed: `Finished` to intake, `Closed` to the scheduler.
+    Ignored for a stream that is unknown or lacks some of the `usage.output_tokens`.
 
-    `queued_seconds` it waited for its first blocks; `running_seconds` it held blocks, in all.
+    `queued_seconds` is the time until the first blocks, `running_seconds` the total time with blocks. `failure` is set
+    if `reason` is `FAILED`.
     """
 
     request_id: RequestId
@@ -87,6 +89,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     preemptions: int
     error: str = ""
     running_seconds: float = 0.0
+    failure: FailureCause | None = None
 
 
 DetokenizerMessage: TypeAlias = (

@@ -1,4 +1,4 @@
-"""What the executor hears: one message a step, carrying what changed since the step before."""
+"""Messages to the executor: one a step, with the changes to the batch since the step before."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cuelight.messages.scheduler import ExecutorFailed, ExecutorLoading, Executo
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A request enters the device's batch with all its tokens so far; the first `computed_tokens` are in `block_ids`.
+    """A row that enters the batch with all its tokens so far; the K/V of the first `computed_tokens` is in `block_ids`.
 
-    `prompt_tokens` counts the client's own prompt: after a preemption, `token_ids` also holds earlier output.
+    `prompt_tokens` counts the prompt alone: after a preemption, `token_ids` also has the output so far.
     """
 
     request_id: RequestId
@@ -42,9 +42,9 @@ class RowChunk(msgspec.Struct, frozen=True):
 class ExecuteStep(msgspec.Struct, frozen=True, tag=True):
     """Run one step. Answered once: `StepDone` or `StepFailed`.
 
-    Applied in this order: `copies` are made, one after the other; `ended` rows go, `rows` come, `extensions` grow,
-    `chunks` run, decodes first. A row whose last token was sampled by the step before takes it from the device. A new
-    `epoch` starts with no rows at all. A step meant for another `life` of the executor is neither run nor answered.
+    Applied in this order: make `copies`, one after the other; remove `ended` rows; add `rows`; append `extensions`; run
+    `chunks`, decodes first. A row whose last token was sampled by the step before reads it from the device. A new
+    `epoch` starts without rows. A step for another `life` of the executor is neither run nor answered.
     """
 
     epoch: int
@@ -59,7 +59,7 @@ class ExecuteStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetExecutorState(msgspec.Struct, frozen=True, tag=True):
-    """How is the executor? Answered once: `ExecutorLoading`, `ExecutorReady` or `ExecutorFailed`."""
+    """Return the executor's state. Answered once: `ExecutorLoading`, `ExecutorReady` or `ExecutorFailed`."""
 
     reply_to: Address[ExecutorLoading | ExecutorReady | ExecutorFailed]
 

@@ -1,4 +1,4 @@
-"""What intake hears: submissions and cancellations from clients, facts from the detokenizer and the scheduler."""
+"""Messages to intake: submissions and cancellations from clients, reports from the detokenizer and the scheduler."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from cuelight.messages.scheduler import FailRequest, SetPolicy
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Serve this prompt. Answered once: `Accepted` or `Rejected`; an accepted request ends with one `End`.
 
-    It has the prompt, and the service, of the request `like`, another sample of which it is to draw. Harmless where the
-    request is known already. One that was accepted before intake was lost is not refused for want of room. One that
-    goes on from an earlier time has had `output` tokens so far.
+    With `sample_of`, the request is another sample of that request, with the same prompt and service. Has no effect if
+    the request is known already. A request that an earlier life of intake accepted (`is_accepted`) is not refused for a
+    full queue. A resumed request has its earlier `output` tokens.
     """
 
     request_id: RequestId
@@ -25,47 +25,47 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     sampling: Sampling
     reply_to: Address[ClientMessage]
     service: Service = Service()
-    like: RequestId | None = None
+    sample_of: RequestId | None = None
     is_accepted: bool = False
     output: tuple[int, ...] = ()
 
 
 class ResendComplete(msgspec.Struct, frozen=True, tag=True):
-    """After `Ready`, clients have sent again all that they still wait for."""
+    """After `Ready`, clients have sent every request again that they still wait for."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """The client has left. Not answered; harmless for a request that is over."""
+    """The client has left. Not answered; ignored for a request that has ended."""
 
     request_id: RequestId
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """The detokenizer answers `Open`: tokens of this request now have somewhere to go."""
+    """The answer to `Open`: the request's stream is open, and its tokens may be sent."""
 
     request_id: RequestId
 
 
 class DetokenizerStarted(msgspec.Struct, frozen=True, tag=True):
-    """The detokenizer is new: it is told to `Open` every stream again, then `Reopened`, with its `life`."""
+    """The detokenizer is new. Intake sends it `Open` for every stream again, then `Reopened` with its `life`."""
 
     life: int
 
 
 class SchedulerStarted(msgspec.Struct, frozen=True, tag=True):
-    """The scheduler is new. Intake asks the detokenizer for `Streams`, and answers `RestoreState`, with its `life`."""
+    """The scheduler is new. Intake gets `Streams` from the detokenizer and answers `RestoreState` with its `life`."""
 
     life: int
 
 
 class Streams(msgspec.Struct, frozen=True, tag=True):
-    """The detokenizer answers `GetStreams`: the output tokens of each stream that has not ended."""
+    """The answer to `GetStreams`: the output tokens of each stream that has not ended."""
 
     histories: tuple[tuple[RequestId, tuple[int, ...]], ...]
 
 
 class SetTenants(msgspec.Struct, frozen=True, tag=True):
-    """From now on requests are accepted of these tenants alone; None is any. Not answered."""
+    """Accept later requests of these tenants only; None accepts any tenant. Not answered."""
 
     names: tuple[str, ...] | None
 
@@ -79,7 +79,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 class CapacityChanged(msgspec.Struct, frozen=True, tag=True):
     """The executor is ready. No request may hold more than `token_capacity` tokens, prompt and output together.
 
-    `context_length` is that of the model which has taken over; None where it is still the first one.
+    `context_length` is that of the model that took over in a reload; None before the first reload.
     """
 
     token_capacity: int

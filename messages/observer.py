@@ -1,4 +1,4 @@
-"""What whoever opened the engine hears: readiness, and each owner's figures as they change."""
+"""Messages to the engine's observer: readiness, recovery, and each actor's figures when they change."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from typing import TypeAlias
 
 import msgspec
 
+from cuelight.messages.request import ExecutorId
+
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Intake admits requests of up to `token_capacity` tokens from now on. Told once in each life of intake.
+    """Intake admits requests of up to `token_capacity` tokens from now on. Sent once in each life of intake.
 
-    A new intake knows of no request: clients send again whatever has not ended.
+    A new intake has no requests: clients send again those that have not ended.
     """
 
     token_capacity: int
@@ -23,7 +25,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The executor is there. It took so long, of which these phases are a part, by name."""
+    """The executor is ready. `seconds` is its load time, `phases` the named parts of it."""
 
     seconds: float
     phases: tuple[tuple[str, float], ...]
@@ -36,16 +38,16 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Recovering(msgspec.Struct, frozen=True, tag=True):
-    """The executor, the cache manager or the scheduler was lost, and with it what is in the blocks; requests wait until
-    it is computed again.
+    """The executor, the cache manager or the scheduler was lost, and with it the contents of the blocks. Requests wait
+    until these are recomputed.
     """
 
     reason: str
 
 
 class Recovered(msgspec.Struct, frozen=True, tag=True):
-    """The first step since is done, or there is nothing to compute. Seconds from the loss to a new executor, that it
-    took to load, and to that step.
+    """The first step after a loss has finished, or no requests are left. The seconds are from the loss to the start of
+    a new executor, its load time, and from then to the end of that step.
     """
 
     start_seconds: float
@@ -54,24 +56,24 @@ class Recovered(msgspec.Struct, frozen=True, tag=True):
 
 
 class GaveUp(msgspec.Struct, frozen=True, tag=True):
-    """The executor has died too often without computing anything in between: nobody is served any more."""
+    """The executor died too often in a row without a finished step: no more requests are served."""
 
     reason: str
 
 
 class Switched(msgspec.Struct, frozen=True, tag=True):
-    """The executor of this role has taken over; the one before has nothing more to do."""
+    """This executor has taken over; the executor before is no longer needed."""
 
-    executor: str
+    executor_id: ExecutorId
 
 
 class SwitchFailed(msgspec.Struct, frozen=True, tag=True):
-    """The executor of this role will not take over, and is needed no longer; the one before serves on.
+    """This executor will not take over and is no longer needed; the active executor continues.
 
-    `is_mismatch`: a request that lives does not fit its model.
+    `is_mismatch` if a live request does not fit its model.
     """
 
-    executor: str
+    executor_id: ExecutorId
     reason: str
     is_mismatch: bool = False
 
@@ -79,7 +81,7 @@ class SwitchFailed(msgspec.Struct, frozen=True, tag=True):
 class RequestFigures(msgspec.Struct, frozen=True, tag=True):
     """The scheduler's counts: requests by state now, the rest since its life began.
 
-    Of `budget_tokens`, the token budgets of all steps, `scheduled_tokens` were used.
+    `budget_tokens` is the sum of the token budgets of all steps, `scheduled_tokens` the part that was used.
     """
 
     running: int = 0
@@ -97,8 +99,9 @@ class RequestFigures(msgspec.Struct, frozen=True, tag=True):
 class BlockFigures(msgspec.Struct, frozen=True, tag=True):
     """The cache manager's counts, totals since its life began. A free block is held by no request; it may be cached.
 
-    Of `tokens_looked_up`, those of all requests when they were admitted, `tokens_found` were cached. Host memory has no
-    blocks in all where using it would not pay. Blocks were saved there, loaded from there, and forked for a sample.
+    `tokens_looked_up` counts the tokens of all requests at their admission, `tokens_found` those that were cached.
+    `host_blocks_total` is 0 if using host memory would cost more than recomputing. `blocks_saved` and `blocks_loaded`
+    count copies to and from host memory, `blocks_forked` copies for another sample of a prompt.
     """
 
     blocks_total: int = 0

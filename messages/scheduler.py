@@ -1,4 +1,4 @@
-"""What the scheduler hears: requests from intake, blocks from the cache manager, results from the executor."""
+"""Messages to the scheduler: requests from intake, blocks from the cache manager, results from the executor."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import msgspec
 
 from cuelight.messages.address import Address
 from cuelight.messages.observer import Switched, SwitchFailed
-from cuelight.messages.request import BlockCopies, HostTier, RequestId, Sampling, Service
+from cuelight.messages.request import FIRST_EXECUTOR, BlockCopies, ExecutorId, HostTier, RequestId, Sampling, Service
 
 
 class Admit(msgspec.Struct, frozen=True, tag=True):
-    """A validated request joins the queue. `sampling.seed` is set; prompt and output together fit `token_limit`.
+    """Queue a validated request. `sampling.seed` is set; prompt and output together hold `token_limit` tokens at most.
 
-    Harmless where the request is known already. One that goes on from an earlier time has had `output` tokens so far.
+    A known request gets its output or its end sent again. A resumed request has its earlier `output` tokens.
 
-    `submitted_at` is when intake heard of it, in seconds of the system's clock; its deadlines count from there. It has
-    the prompt of the request `like`, another sample of which it is to draw.
+    `submitted_at` is when intake received the request, in seconds of the system's clock; its deadlines count from then.
+    With `sample_of`, the request is another sample of that request's prompt.
     """
 
     request_id: RequestId
@@ -26,28 +26,28 @@ class Admit(msgspec.Struct, frozen=True, tag=True):
     token_limit: int
     service: Service
     submitted_at: float
-    like: RequestId | None = None
+    sample_of: RequestId | None = None
     output: tuple[int, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """End a request whose client has left, in whatever state it is. Idempotent; unknown ids are ignored."""
+    """End a request whose client has left, waiting or running. Idempotent; unknown ids are ignored."""
 
     request_id: RequestId
 
 
 class FailRequest(msgspec.Struct, frozen=True, tag=True):
-    """End a request that has brought an actor down, for this reason. Idempotent; unknown ids are ignored."""
+    """End a request that crashed an actor, with this error. Idempotent; unknown ids are ignored."""
 
     request_id: RequestId
     error: str
 
 
 class SetPolicy(msgspec.Struct, frozen=True, tag=True):
-    """Serve by this policy from now on: "fcfs", "priority", "deadline" or "fair". Not answered; nobody is dropped.
+    """Replace the policy: "fcfs", "priority", "deadline" or "fair". Not answered; no request is dropped.
 
-    `aging_seconds` of waiting are worth one level of priority. `weights` are the tenants' shares, above 0; a tenant
-    without one has a share of 1.
+    `aging_seconds` of waiting equal one level of priority. `weights` are the tenants' shares, above 0; a tenant that is
+    not among them has a share of 1.
     """
 
     name: str
@@ -56,7 +56,7 @@ class SetPolicy(msgspec.Struct, frozen=True, tag=True):
 
 
 class Occurrence(msgspec.Struct, frozen=True):
-    """Something that happened to a request, or that kept it waiting from then on; `seconds` after its submission."""
+    """An event of a request, or an obstacle that it waits for from then on; `seconds` after its submission."""
 
     seconds: float
     what: str
@@ -64,7 +64,7 @@ class Occurrence(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, tag=True):
-    """A request's life so far. `state` is "waiting", "running", a finish reason, or "unknown" for one long over."""
+    """A request's timeline. `state` is "waiting", "running", a finish reason, or "unknown" if no longer stored."""
 
     request_id: RequestId
     state: str
@@ -72,7 +72,7 @@ class Explanation(msgspec.Struct, frozen=True, tag=True):
 
 
 class Explain(msgspec.Struct, frozen=True, tag=True):
-    """What has become of this request, and why does it wait? Answered once: `Explanation`."""
+    """Return the state and the timeline of a request. Answered once: `Explanation`."""
 
     request_id: RequestId
     reply_to: Address[Explanation]
@@ -81,7 +81,7 @@ class Explain(msgspec.Struct, frozen=True, tag=True):
 class Grant(msgspec.Struct, frozen=True):
     """Blocks for one request: ids to append to its block table.
 
-    `cached_tokens` of a newly admitted request need not be computed; `token_capacity` is what its table holds now.
+    `cached_tokens` of a newly admitted request need no computing; `token_capacity` is the capacity of its block table.
     """
 
     request_id: RequestId
@@ -91,11 +91,11 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Reserve`: what was granted, in the order asked, and which requests got nothing.
+    """The answer to the `Reserve` of the same `round`: grants in the order requested, and the requests without one.
 
-    A refused request is one that this pool could not serve now; admissions behind a refusal were not tried. A deferred
-    one shares a prefix that a running request is computing, and had better wait for that. The next step makes `copies`
-    first, in order. `round` is the question's.
+    The free blocks do not suffice for a `refused` request; admissions after a refusal were not tried. A `deferred`
+    request shares a prefix that a running request is computing, and should wait for it. The next step makes `copies`
+    first, in order.
     """
 
     round: int
@@ -108,7 +108,7 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
 class StepDone(msgspec.Struct, frozen=True, tag=True):
     """The answer to `ExecuteStep`: the sampled token of each row that finished its prefill or decoded, in row order.
 
-    `failed` rows sampled nothing usable (NaN logits, for example); the others are sound.
+    `failed` rows have no usable sample (NaN logits, for example); the other rows are valid.
     """
 
     epoch: int
@@ -121,8 +121,8 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
 class StepFailed(msgspec.Struct, frozen=True, tag=True):
     """The other answer to `ExecuteStep`: the step raised, and every later step of its epoch is void.
 
-    Its copies and theirs were made nevertheless, unless `contents_lost`: then nobody knows what is in the blocks. Where
-    it was `out_of_memory`, a smaller step may do.
+    The copies of all these steps were still made, unless `contents_lost`: then the contents of the blocks are unknown.
+    If `out_of_memory`, a smaller step may succeed.
     """
 
     epoch: int
@@ -133,24 +133,24 @@ class StepFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class StopMatched(msgspec.Struct, frozen=True, tag=True):
-    """A stop string ended a request's text at its `output_tokens`-th token; what was sampled beyond is dropped."""
+    """A stop string ended a request's text at its `output_tokens`-th token; output beyond is to be dropped."""
 
     request_id: RequestId
     output_tokens: int
 
 
 class ExecutorLoading(msgspec.Struct, frozen=True, tag=True):
-    """The executor of this role has come to this phase of its start (`phase` is for people)."""
+    """This executor has reached a phase of its start, described by `phase`."""
 
     phase: str
-    executor: str = ""
+    executor_id: ExecutorId = FIRST_EXECUTOR
 
 
 class ExecutorReady(msgspec.Struct, frozen=True, tag=True):
     """Weights are loaded and the KV pool is allocated: `block_count` blocks of `block_size` tokens.
 
-    `life` tells this executor from those before it, whose blocks and steps are gone with them. `seconds` it took, of
-    which the loader's `phases` are a part, by name. `executor` is its role.
+    `life` distinguishes the executor from those before a restart, whose blocks and steps are lost; `executor_id` from
+    those of other reloads. `seconds` is its load time, of which the loader's named `phases` are parts.
     """
 
     block_count: int
@@ -158,26 +158,26 @@ class ExecutorReady(msgspec.Struct, frozen=True, tag=True):
     host: HostTier = HostTier()
     life: int = 0
     seconds: float = 0.0
-    executor: str = ""
+    executor_id: ExecutorId = FIRST_EXECUTOR
     phases: tuple[tuple[str, float], ...] = ()
 
 
 class ExecutorFailed(msgspec.Struct, frozen=True, tag=True):
-    """The executor of this role cannot load the model."""
+    """This executor cannot load the model."""
 
     error: str
-    executor: str = ""
+    executor_id: ExecutorId = FIRST_EXECUTOR
 
 
 class Switch(msgspec.Struct, frozen=True, tag=True):
-    """Another executor, of this role, is loading `model` and is to take over. Answered: `Switched` or `SwitchFailed`.
+    """Switch to another executor, which is loading `model`. Answered: `Switched` or `SwitchFailed`.
 
-    With `recompute`, it does so as soon as it is ready, and computes again what runs. Otherwise what runs then ends on
-    the executor before, and whoever comes waits for this one. A request may hold `context_length` tokens there.
-    Harmless where it was told already.
+    With `recompute`, the executor takes over as soon as it is ready and recomputes the running requests. Otherwise,
+    requests that have begun by then end on the executor before, and the others wait for this one. A request may hold
+    `context_length` tokens there. A repeated `Switch` has no effect.
     """
 
-    executor: str
+    executor_id: ExecutorId
     model: str
     recompute: bool
     context_length: int
@@ -186,9 +186,9 @@ class Switch(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelSwitch(msgspec.Struct, frozen=True, tag=True):
-    """The executor of this role is not to take over any more: `SwitchFailed`. Harmless where it has, or will not."""
+    """Cancel the switch to this executor: `SwitchFailed`. Ignored if no such switch is in progress."""
 
-    executor: str
+    executor_id: ExecutorId
 
 
 class IntakeStarted(msgspec.Struct, frozen=True, tag=True):
@@ -200,13 +200,13 @@ class IntakeStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetHistories(msgspec.Struct, frozen=True, tag=True):
-    """The detokenizer is new. Answered once, to it: `Histories`, of all whose end it has not confirmed."""
+    """The detokenizer is new. Answered to it once: `Histories` of live requests and unconfirmed ends."""
 
 
 class Closed(msgspec.Struct, frozen=True, tag=True):
-    """The detokenizer has ended these requests' streams: nobody listens, and nobody needs their histories any more.
+    """The detokenizer has ended these requests' streams: their histories are no longer needed.
 
-    Where it had no stream to end, `is_ended` is false: then one that lives goes on, and may find a listener yet.
+    If it had no stream to end, `is_ended` is false: a live request continues, as its stream may be opened yet.
     """
 
     request_ids: tuple[RequestId, ...]
@@ -214,10 +214,10 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
 
 
 class RestoreState(msgspec.Struct, frozen=True, tag=True):
-    """The ledger and the streams, from which a new scheduler begins: all that was admitted and has not finished.
+    """The state that a new scheduler begins with: all requests that were admitted and have not finished.
 
-    `histories` are the output tokens that streams have been given, by request. Where intake `has_served`, another
-    scheduler was there before.
+    `histories` are the output tokens that the streams have received, by request. If intake `has_served`, an earlier
+    scheduler was lost.
     """
 
     life: int

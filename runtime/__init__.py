@@ -12,30 +12,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cuelight.client import Result, Stream
-    from cuelight.conversation import Chat
+    from cuelight.chat import Chat
     from cuelight.engine import Engine
     from cuelight.errors import EngineError
-    from cuelight.figures import EngineStats
-    from cuelight.health import Health
     from cuelight.messages.client import Chunk
-    from cuelight.store import model_path
+    from cuelight.models.store import model_path
+    from cuelight.status import EngineStats, Health
+    from cuelight.stream import Result, Stream
 
 __version__ = "0.1.0"
 
 __all__ = ["Chat", "Chunk", "Engine", "EngineError", "EngineStats", "Health", "Result", "Stream", "model_path"]
 
-# Every import below this package runs this file first, so nothing is loaded before it is asked for.
+# Every import of a submodule runs this file first, so names are imported on first access.
 _HOMES = {
-    "Chat": "cuelight.conversation",
+    "Chat": "cuelight.chat",
     "Chunk": "cuelight.messages.client",
     "Engine": "cuelight.engine",
     "EngineError": "cuelight.errors",
-    "EngineStats": "cuelight.figures",
-    "Health": "cuelight.health",
-    "Result": "cuelight.client",
-    "Stream": "cuelight.client",
-    "model_path": "cuelight.store",
+    "EngineStats": "cuelight.status",
+    "Health": "cuelight.status",
+    "Result": "cuelight.stream",
+    "Stream": "cuelight.stream",
+    "model_path": "cuelight.models.store",
 }
 
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from cuelight.cli import main
+from cuelight.cli.commands import main
 
 sys.exit(main())

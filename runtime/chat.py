@@ -1,172 +1,63 @@
-"""The terminal chat: questions are read on the main thread, answers stream from an event loop on another one.
-
-So waiting for the keyboard never holds up the loop, line editing and Ctrl-C behave as in any terminal program, and one
-that is told to terminate finishes its answer. Knows nothing of how answers are made: a conversation can `say`.
-"""
+"""A conversation with the model, turn by turn."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import signal
-import sys
-import threading
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterator
-from concurrent.futures import Future, wait
-from contextlib import AbstractAsyncContextManager, contextmanager
-from types import FrameType
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import Unpack
 
-from anyio import CancelScope
-from anyio.from_thread import BlockingPortal, start_blocking_portal
-
-from cuelight.errors import EngineUnavailable, RequestFailed, RequestRejected
-from cuelight.wakeful import wakeful
-
-E = TypeVar("E")
-
-WAIT_SECONDS = 0.5
-
-HELP = "Ctrl-C stops an answer, /new starts over, /exit or Ctrl-D quits."
+from cuelight.config import RequestOptions
+from cuelight.errors import ChatBusy
+from cuelight.messages.request import Turn
+from cuelight.stream import Inbox, Stream
 
 
-class Piece(Protocol):
-    """A part of an answer."""
+class Chat:
+    """A conversation whose answers are generated from all turns before them, made by `Engine.chat`.
 
-    @property
-    def text(self) -> str: ...
-
-
-class Conversation(Protocol):
-    """What remembers the turns so far; leaving the iteration early ends the answer."""
-
-    def say(self, text: str, /) -> AsyncIterable[Piece]: ...
-
-
-class Terminated(BaseException):
-    """The program was told to terminate a second time, or while nothing was being answered."""
-
-
-def converse(
-    opening: AbstractAsyncContextManager[E],
-    new_chat: Callable[[E], Conversation],
-    drain: Callable[[E], Awaitable[object]],
-    question: str | None,
-) -> None:
-    """Open the engine, answer `question` on stdout, or every line typed where it is None, and close the engine.
-
-    SIGTERM drains: the answer that is streaming is finished, as far as `drain` lets it, and no other is begun.
-
-    Raises `EngineError`, `KeyboardInterrupt`, `BrokenPipeError` and, at a second SIGTERM, `Terminated`, each once the
-    engine is closed.
+    The prefix cache keeps the blocks of earlier turns, so that only new turns are computed. A cancelled answer stays in
+    the conversation as far as it was generated. A question that was refused, failed, or got no output is not added, so
+    it can be asked again.
     """
-    options = {"use_uvloop": importlib.util.find_spec("uvloop") is not None}
-    with (
-        start_blocking_portal("asyncio", options) as portal,
-        portal.wrap_async_context_manager(opening) as engine,
-    ):
-        terminal = Terminal(portal, lambda: new_chat(engine), lambda: drain(engine))
-        with terminal.told_to_terminate():
-            if question is None:
-                terminal.loop()
-            else:
-                terminal.answer(question)
-
-
-class Terminal:
-    """One conversation at a time on stdin and stdout."""
 
     def __init__(
-        self,
-        portal: BlockingPortal,
-        new_chat: Callable[[], Conversation],
-        drain: Callable[[], Awaitable[object]],
+        self, submit: Callable[[object, RequestOptions], Stream], system: str | None, options: RequestOptions
     ) -> None:
-        self._portal = portal
-        self._new_chat = new_chat
-        self._drain = drain
-        self._chat = portal.call(new_chat)
-        self._is_answering = False
-        self._is_leaving = False
-        self._draining: Future[object] | None = None
+        self._submit = submit
+        self._options = options
+        self._turns: list[Turn] = [] if system is None else [Turn("system", system)]
+        self._asked: Turn | None = None
+        # The answer's inbox, not its stream: a reference to the stream would keep it from being dropped and cancelled.
+        self._answer: Inbox | None = None
 
-    @contextmanager
-    def told_to_terminate(self) -> Iterator[None]:
-        """Meanwhile SIGTERM ends the conversation once the present answer is finished; a second one ends that too."""
-        if threading.current_thread() is not threading.main_thread():  # signals are none of its business
-            yield
+    def say(self, text: str, **options: Unpack[RequestOptions]) -> Stream:
+        """Submit a user message and return the stream of the answer; `options` override those of the chat.
+
+        Raises:
+            ChatBusy: the previous answer is still streaming.
+            RequestRejected: as for `Engine.stream`.
+            EngineUnavailable: as for `Engine.stream`.
+        """
+        self._settle()
+        if self._answer is not None:
+            raise ChatBusy("the previous answer is still streaming: read it to its end or close it first")
+        asked = Turn("user", text)
+        merged: RequestOptions = {**self._options, **options}
+        stream = self._submit([*self._turns, asked], merged)
+        self._asked, self._answer = asked, stream.inbox
+        return stream
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation so far, as a role and content for each message; an answer is added once it has ended."""
+        self._settle()
+        return [{"role": turn.role, "content": turn.content} for turn in self._turns]
+
+    def _settle(self) -> None:
+        """Add the last question and answer to the turns, if the answer has ended."""
+        answer = self._answer
+        if answer is None or self._asked is None or not answer.over:
             return
-        before = signal.signal(signal.SIGTERM, self._terminate)
-        try:
-            with wakeful():
-                yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    def _terminate(self, _signal: int, _frame: FrameType | None) -> None:
-        """On the main thread, in the middle of anything."""
-        if self._is_leaving or not self._is_answering:
-            self._is_leaving = True
-            raise Terminated
-        self._is_leaving = True
-
-    def answer(self, question: str) -> None:
-        """Stream one answer. Ctrl-C, or `Terminated`, cancels it and is raised once the request has really ended."""
-        scope = self._portal.call(CancelScope)
-        future: Future[None] | None = None
-        try:
-            self._is_answering = True
-            future = self._portal.start_task_soon(self._stream, question, scope)
-            # In slices: a signal that comes just before the wait begins is seen only when the wait ends.
-            while wait([future], timeout=WAIT_SECONDS).not_done:
-                if self._is_leaving and self._draining is None:
-                    self._draining = self._portal.start_task_soon(self._drain)
-            future.result()
-        except (KeyboardInterrupt, Terminated):
-            self._portal.call(scope.cancel)
-            if future is not None:
-                future.result()
-            raise
-        finally:
-            self._is_answering = False
-
-    def loop(self) -> None:
-        """Answer each line until the end of input or `/exit`. Ctrl-C ends an answer, but at the prompt the loop."""
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # importing it gives `input` line editing and history
-        sys.stderr.write(f"{HELP}\n")
-        while not self._is_leaving and (line := self._read_line()) not in (None, "/exit"):
-            if line == "/new":
-                self._chat = self._portal.call(self._new_chat)
-                sys.stderr.write("A new conversation.\n")
-            elif line:
-                self._answer_or_explain(line)
-
-    def _answer_or_explain(self, line: str) -> None:
-        try:
-            self.answer(line)
-        except KeyboardInterrupt:
-            sys.stdout.write("\n")
-        except EngineUnavailable:
-            if not self._is_leaving:  # else the answer has taken too long for the drain
-                raise
-            sys.stdout.write("\n")
-        except (RequestRejected, RequestFailed) as error:
-            sys.stderr.write(f"cuelight: {error}\n")
-
-    async def _stream(self, question: str, scope: CancelScope) -> None:
-        with scope:
-            async for piece in self._chat.say(question):
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
-            sys.stdout.write("\n")
-            sys.stdout.flush()
-
-    @staticmethod
-    def _read_line() -> str | None:
-        """The next line without its blanks; None at the end of input, and where there is to be no other answer."""
-        try:
-            return input("you> ").strip()
-        except (EOFError, Terminated):
-            sys.stdout.write("\n")
-            return None
+        text = "".join(answer.texts)
+        if answer.error is None and text:
+            self._turns += [self._asked, Turn("assistant", text)]
+        self._asked = self._answer = None

@@ -1,4 +1,4 @@
-"""An engine's options, checked, and what its model's folder says about the model. Imports no torch."""
+"""The options of an engine, and their checks. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TypedDict, TypeGuard
 
-from cuelight.errors import ConfigError, ModelUnavailable
-from cuelight.model_folder import json_object
+from cuelight.errors import ConfigError
 
 CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
@@ -29,111 +27,128 @@ OPTIONAL_COUNTS: Mapping[str, int] = {
     "host_kv_cache_bytes": 1,
     "seed": 0,
 }
-"""Options that are None or a whole number, and the least that it may be."""
+"""Options that are None or a whole number, and the smallest allowed number."""
 WEIGHT_MIN = 1e-6
 WEIGHT_MAX = 1e6
-"""Beyond, a tenant's counter would be lost in rounding."""
+"""Weights outside `WEIGHT_MIN` to `WEIGHT_MAX` would lose a tenant's service counter to rounding."""
 SHOWN_MAX = 80
-"""Characters of a value in a message."""
+"""Largest number of characters of a value in an error message."""
 
 POLICIES = ("fcfs", "priority", "deadline", "fair")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How an engine runs its model. Raises ConfigError for what cannot work.
-
-    Args:
-        dtype: of weights and KV cache: "float32", "bfloat16", or "auto" (float32 on the CPU, bfloat16 on CUDA).
-        quantization: of the weights: "int8", "int4" (groups of 32, by the native decoder alone), or None.
-        kv_cache_dtype: of the KV cache, with the native decoder: "float32", "bfloat16", "int8" (a scale per token and
-            head), or "auto" (int8 beside quantized weights unless `dtype` is float32, else as `dtype`).
-        decoder: "native" (Llama-like models on the CPU), "transformers" (any), or "auto".
-        attention: of the transformers decoder: "reference" (plain torch), "cpu" (native code), "triton" or "flash" (on
-            CUDA), or "auto".
-        executor: where the device work runs: "thread" (of this process), "process" (a child of its own, whose death
-            costs a pause and no request), or "auto" (a process on CUDA, threads on the CPU).
-        device: "cpu", "cuda", "cuda:1", or "auto" (CUDA where there is one).
-        token_budget: tokens computed in one step, at most: running requests wait for the prompts beside them that long.
-            None is 256 on the CPU, where larger steps gain next to nothing, and 2048 where there may be a GPU.
-        running_max: requests that hold blocks at once, at most.
-        queue_limit: requests accepted and not finished, at most; more are refused with QueueFull.
-        block_size: token slots per block of the KV cache.
-        block_count: blocks of the KV cache; None sizes it by `kv_cache_bytes`.
-        kv_cache_bytes: bytes of the KV cache; None takes a quarter of the free memory (at most 2 GiB) on the CPU, and
-            with the native decoder no more than `running_max` requests of 512 tokens need, or one of
-            `context_length`; on CUDA what weights, the largest step and graphs leave over of `memory_fraction`,
-            measured at the start.
-        memory_fraction: of a CUDA device's memory, that the engine and all that is there before it may take.
-        eager: whether to start at once, without compiling the model's layers by `torch.compile`, which takes up to a
-            minute when a model is first served on a machine. None compiles on CUDA, not on the CPU. Of the
-            transformers decoder.
-        host_block_count: blocks in host memory for what does not fit the KV cache, copied there and back where that is
-            quicker than to compute it again.
-        host_kv_cache_bytes: bytes of host memory for that; None goes by `host_block_count`.
-        watermark_fraction: of the blocks, kept free for running requests when a new one is admitted.
-        context_length: tokens a request may hold, prompt and output; None is the model's own limit.
-        steps_in_flight: steps handed to the executor before the first one's result is read.
-        restarts_max: deaths of the executor in a row, with no step computed in between, before the engine gives up.
-        step_timeout_seconds: an executor in a process that has not answered a step for so long is killed, and another
-            one started; None learns it from how long recent steps took.
-        long_prefill_tokens: of one prompt in one step while others could use the budget; None is a quarter of that.
-        policy: whom to serve next: "fcfs", "priority", "deadline", or "fair" between tenants by tokens served.
-        aging_seconds: under "priority", waiting so long is worth one level.
-        tenant_weights: shares of the tenants, above 0, and then no others are served; None serves any, all alike.
-        isolate_tenants: whether tenants share no prefixes, so that none can tell from the speed what others ask.
-        seed: of the engine's own chance, from which requests without a seed get theirs; None is different each time.
-        journal: a file that records all that the actors are told, prompts and outputs too, for `cuelight replay`; an
-            older journal there is overwritten, anything else is not. None records nothing.
-        resume: whether to go on with what the journal of an earlier process had not finished: see `Engine.resume`. The
-            journal then keeps what has not ended, and of the rest only the last 64 MiB or so.
-        resume_seconds: requests of an earlier process that nobody has picked up by then are cancelled.
-    """
+    """The options of an engine. Raises ConfigError for a value or a combination that cannot work."""
 
     dtype: str = "auto"
+    """Type of weights and KV cache: `"float32"`, `"bfloat16"`, or `"auto"` (float32 on the CPU, bfloat16 on CUDA).
+    bfloat16 takes half the memory, and half the time on a CPU with AVX512-BF16.
+    """
     quantization: str | None = None
+    """Quantization of the weights: `"int8"`, `"int4"` (groups of 32 weights with a scale and an offset, 5 bits a
+    weight; the head stays int8; native decoder only), or `None`.
+    """
     kv_cache_dtype: str = "auto"
+    """Type of the KV cache, with the native decoder: `"float32"`, `"bfloat16"`, `"int8"` (a scale per token and head),
+    or `"auto"` (int8 beside quantized weights unless `dtype` is float32, else as `dtype`).
+    """
     decoder: str = "auto"
+    """`"native"` (Llama, Mistral, Qwen2 and Qwen3 on the CPU, compiled at the first start), `"transformers"` (any
+    model), or `"auto"` (native where supported).
+    """
     attention: str = "auto"
+    """Attention of the transformers decoder, which any other value than `"auto"` selects: `"reference"` (plain torch),
+    `"cpu"` (native code), `"triton"` (CUDA), `"flash"` (CUDA, with `block_size=256`), or `"auto"` (the first available
+    of triton, flash, cpu, reference).
+    """
     executor: str = "auto"
+    """Placement of the device work: `"thread"` (in this process), `"process"` (a child process, whose death pauses
+    requests and fails none), or `"auto"` (a process on CUDA, threads on the CPU).
+    """
     device: str = "auto"
+    """`"cpu"`, `"cuda"`, `"cuda:1"`, or `"auto"` (CUDA where available)."""
     token_budget: int | None = None
+    """Largest number of tokens computed in one step; longer prompts are computed in chunks. `None` is 256 on the CPU,
+    where larger steps gain next to nothing, and 2048 where there may be a GPU.
+    """
     running_max: int = 64
+    """Largest number of requests that hold blocks at once."""
     queue_limit: int = 1024
+    """Largest number of accepted, unfinished requests; more are refused with `QueueFull`."""
     block_size: int = 16
+    """Token slots per block of the KV cache."""
     block_count: int | None = None
+    """Blocks of the KV cache; `None` sizes the cache by `kv_cache_bytes`."""
     kv_cache_bytes: int | None = None
+    """Bytes of the KV cache. `None` takes, on the CPU, a quarter of the free memory (at most 2 GiB; with the native
+    decoder at most the room for `running_max` requests of 512 tokens or one of `context_length`), and on CUDA the part
+    of `memory_fraction` that weights, the largest step and graphs leave free, measured at the start.
+    """
     memory_fraction: float = 0.9
+    """Fraction of GPU memory that may be in use in total, by this engine and by other programs."""
     eager: bool | None = None
+    """`True` starts the transformers decoder without compiling layers by `torch.compile` (up to a minute at a model's
+    first start on a machine) or capturing graphs; `None` compiles on CUDA only.
+    """
     host_block_count: int = 0
+    """Blocks in host memory for evicted blocks, copied there and back where that is faster than recomputing."""
     host_kv_cache_bytes: int | None = None
+    """Bytes of host memory for evicted blocks, in place of `host_block_count`."""
     watermark_fraction: float = 0.01
+    """Fraction of the blocks kept free for running requests when a new request is admitted."""
     context_length: int | None = None
+    """Largest number of tokens of a request, prompt and output; `None` is the model's own limit."""
     steps_in_flight: int = 2
+    """Steps sent to the executor before the result of the first is read."""
     restarts_max: int = 8
+    """Deaths of the executor in a row, with no step computed in between, before the engine gives up."""
     step_timeout_seconds: float | None = None
+    """Seconds after which an executor in a process that has not answered a step is killed and replaced; `None` derives
+    the limit from the duration of recent steps.
+    """
     long_prefill_tokens: int | None = None
+    """Largest number of tokens of one prompt in a step while other requests could use the budget; `None` is a quarter
+    of the budget.
+    """
     policy: str = "fcfs"
+    """Order of service: `"fcfs"`, `"priority"`, `"deadline"` (earliest first), or `"fair"` (between tenants, by tokens
+    served).
+    """
     aging_seconds: float = 10.0
+    """Waiting time that is worth one priority level under `"priority"`."""
     tenant_weights: Mapping[str, float] | None = None
+    """Weights of the tenants, by name; requests of other tenants are refused. `None` serves any tenant, all with equal
+    weight.
+    """
     isolate_tenants: bool = False
+    """Whether cached prefixes are shared within a tenant only: response times then reveal no other tenant's prompts."""
     seed: int | None = None
+    """Seed of the engine's random numbers, from which requests without a seed get theirs; `None` differs at each start.
+    """
     journal: str | os.PathLike[str] | None = None
+    """File that records all messages to the actors, prompts and outputs too, for `cuelight replay`; an older journal
+    there is overwritten, any other file is not. `None` records nothing.
+    """
     resume: bool = False
+    """Whether to continue the unfinished requests in the journal of an earlier process, see `Engine.resume`; the
+    journal then keeps unfinished requests and the last 64 MiB or so.
+    """
     resume_seconds: float = 60.0
+    """Seconds after which resumed requests that no client has picked up are cancelled."""
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> EngineConfig:
-        """The configuration with these options. Raises ConfigError for a name that does not exist, too."""
+        """Return the configuration with these options. Raises ConfigError for an unknown name, too."""
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
-                raise ConfigError(f"unknown option {name!r}; there are {', '.join(names)}")
-        return cls(**options)  # type: ignore[arg-type]  # __post_init__ checks what the values are
+                raise ConfigError(f"unknown option {name!r}; the options are {', '.join(names)}")
+        return cls(**options)  # type: ignore[arg-type]  # __post_init__ checks the types
 
     @property
     def tenants(self) -> tuple[str, ...] | None:
-        """Those whose requests are accepted; None is any."""
+        """The tenants whose requests are accepted; None accepts any tenant."""
         return None if self.tenant_weights is None else tuple(self.tenant_weights)
 
     def __post_init__(self) -> None:
@@ -141,7 +156,9 @@ class EngineConfig:
             if not is_one_of(allowed, value := getattr(self, name)):
                 raise ConfigError(f"{name} must be one of {_listed(allowed)}, not {shown(value)}")
         if self.decoder == "native" and self.attention != "auto":
-            raise ConfigError(f"attention {self.attention!r} needs decoder 'transformers': the native one has its own")
+            raise ConfigError(
+                f"attention {self.attention!r} needs decoder 'transformers', not 'native', which has its own attention"
+            )
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be a name such as 'cpu' or 'cuda', not {shown(self.device)}")
         if not isinstance(self.journal, str | os.PathLike | None):
@@ -168,7 +185,7 @@ class EngineConfig:
         if not isinstance(self.resume, bool):
             raise ConfigError(f"resume must be True or False, not {shown(self.resume)}")
         if self.resume and self.journal is None:
-            raise ConfigError("resume needs the journal to go on from: give journal=..., too")
+            raise ConfigError("resume needs a journal: give journal=..., too")
         if not is_positive(self.resume_seconds):
             raise ConfigError(f"resume_seconds must be a number above 0, not {shown(self.resume_seconds)}")
 
@@ -178,12 +195,13 @@ class EngineConfig:
             raise ConfigError(f"memory_fraction must be a number above 0, at most 1, not {shown(fraction)}")
         _check_count("host_block_count", self.host_block_count, at_least=0)
         if self.host_kv_cache_bytes is not None and self.host_block_count:
-            raise ConfigError("host_block_count and host_kv_cache_bytes say the same: give one of them")
+            raise ConfigError("host_block_count and host_kv_cache_bytes both set the host memory: give one of them")
 
 
 class EngineOptions(TypedDict, total=False):
-    """The keyword options of `Engine`, for type checkers: the fields of `EngineConfig`."""
+    """The keyword options of `Engine`, for type checkers. The fields are written by `python .ci/options.py`."""
 
+    # [[options EngineConfig]]
     dtype: str
     quantization: str | None
     kv_cache_dtype: str
@@ -215,11 +233,13 @@ class EngineOptions(TypedDict, total=False):
     journal: str | os.PathLike[str] | None
     resume: bool
     resume_seconds: float
+    # [[end]]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The keyword options of a request, for type checkers: the fields of `Sampling`."""
+    """The sampling options of a request, for type checkers. The fields are written by `python .ci/options.py`."""
 
+    # [[options Sampling]]
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -229,16 +249,19 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    # [[end]]
 
 
 class ServiceOptions(TypedDict, total=False):
-    """How a request is to be served beside others, for type checkers: the fields of `Service`."""
+    """The service options of a request, for type checkers. The fields are written by `python .ci/options.py`."""
 
+    # [[options Service]]
     tenant: str
     priority: int
     queue_seconds: float | None
     deadline_seconds: float | None
     cache_salt: str
+    # [[end]]
 
 
 class RequestOptions(SamplingOptions, ServiceOptions, total=False):
@@ -246,7 +269,7 @@ class RequestOptions(SamplingOptions, ServiceOptions, total=False):
 
 
 def check_policy(policy: object, aging_seconds: object, tenant_weights: object) -> None:
-    """Raises ConfigError for a policy that does not exist, or that cannot be had with these numbers."""
+    """Raise ConfigError for an unknown policy, and for invalid aging seconds or tenant weights."""
     if not is_one_of(POLICIES, policy):
         raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {shown(policy)}")
     if not is_positive(aging_seconds):
@@ -268,72 +291,24 @@ def _listed(allowed: Iterable[str | None]) -> str:
 
 
 def is_one_of(names: Iterable[str | None], value: object) -> bool:
-    """Whether this is one of the names; never raises, as comparing with just anything may."""
+    """Return whether `value` is one of `names`. Never raises, whereas comparing arbitrary objects may."""
     return isinstance(value, str | None) and value in tuple(names)
 
 
 def shown(value: object) -> str:
-    """A value in a message to whoever gave it, whatever it is."""
+    """Return a short text of any value for an error message. Never raises."""
     try:
         text = repr(value)
-    except Exception:  # it is the caller's own, or a number of more digits than Python writes
+    except Exception:  # from the caller's own `__repr__`, or an integer with more digits than Python converts
         return f"a {type(value).__name__}"
     return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
 
 
 def is_positive(value: object) -> TypeGuard[int | float]:
-    """Whether this is a number that a float can hold, above 0."""
+    """Return whether `value` is a number above 0 that fits a float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _check_count(name: str, value: object, *, at_least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise ConfigError(f"{name} must be a whole number of at least {at_least}, not {shown(value)}")
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What intake and the scheduler need to know of a model."""
-
-    vocab_size: int
-    context_length: int
-    eos_token_ids: tuple[int, ...]
-
-
-def read_facts(folder: Path) -> ModelFacts:
-    """The facts in a Hugging Face folder's configuration files.
-
-    Raises:
-        ModelUnavailable: a file is missing or does not say what it must.
-    """
-    config = json_object(folder / "config.json")
-    text = config.get("text_config")
-    if isinstance(text, dict):
-        config = {**config, **text}
-    generation = folder / "generation_config.json"
-    eos = (json_object(generation) if generation.exists() else {}).get("eos_token_id", config.get("eos_token_id"))
-    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    vocab_size = _whole(config, folder, "vocab_size", at_least=1)
-    ends = tuple(_whole({"eos_token_id": token_id}, folder, "eos_token_id", at_least=0) for token_id in eos_ids)
-    for token_id in ends:
-        if token_id >= vocab_size:
-            raise ModelUnavailable(f"{folder} is not of one model: its end token is {token_id}, of {vocab_size} tokens")
-    return ModelFacts(
-        vocab_size=vocab_size,
-        context_length=_whole(config, folder, _name_of_context_length(config), at_least=2),
-        eos_token_ids=ends,
-    )
-
-
-def _name_of_context_length(config: Mapping[str, object]) -> str:
-    """What this model's configuration calls it."""
-    return "n_positions" if "n_positions" in config else "max_position_embeddings"
-
-
-def _whole(config: Mapping[str, object], folder: Path, name: str, *, at_least: int) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ModelUnavailable(f"{folder} does not say its {name}: this model cannot be served")
-    if value < at_least:
-        raise ModelUnavailable(f"{folder} cannot be served: its {name} is {value}, and must be at least {at_least}")
-    return value

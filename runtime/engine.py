@@ -1,127 +1,135 @@
-"""The engine as its users see it: open it, send requests, read its figures, close it.
+"""The public `Engine`: start it, send requests, read its statistics, stop it.
 
-What it opens and closes is in `lifecycle.py`, what becomes of requests in `submissions.py`.
+Starting and stopping the actors is in `core/lifecycle.py`, the requests of an engine in `core/requests.py`, the change
+of models in `core/reload.py`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 
 import msgspec
 
 from cuelight import errors
-from cuelight.availability import Availability
-from cuelight.client import Result, Stream
+from cuelight.chat import Chat
 from cuelight.config import EngineConfig, EngineOptions, RequestOptions, check_policy, shown
-from cuelight.conversation import Chat
-from cuelight.drain import check_timeout
-from cuelight.ensemble import Ensemble, gather
-from cuelight.figures import NO_STATS, EngineStats
-from cuelight.health import Health
+from cuelight.core.availability import Availability, check_timeout
+from cuelight.core.lifecycle import Lifecycle, RunningEngine
+from cuelight.core.loaders import FolderLoader, ModelLoader, PartsLoader
+from cuelight.core.parts import EngineParts
+from cuelight.core.reload import Running, check_running
 from cuelight.kernel import ActorStopped, AskTimeout, System, ask
-from cuelight.lifecycle import Lifecycle
 from cuelight.messages.cache import ForgetPrefixes
 from cuelight.messages.intake import SetTenants
 from cuelight.messages.request import RequestId
 from cuelight.messages.scheduler import Explain, Explanation, SetPolicy
-from cuelight.open_requests import OpenRequests
-from cuelight.progress import Progress
-from cuelight.reload import Running, Successor, check_running, find_successor, stand_in
-from cuelight.store import DEFAULT_MODEL, model_path
-from cuelight.submissions import Submissions
-
-if TYPE_CHECKING:
-    from cuelight.actors.executor.batch import Batch
+from cuelight.models.progress import Progress
+from cuelight.models.store import DEFAULT_MODEL
+from cuelight.status import NO_STATS, EngineStats, Health
+from cuelight.stream import Result, Stream
 
 B = TypeVar("B")
 
 CONTROL_MESSAGES_MAX = 32
-"""As many messages may wait for the scheduler, or for intake, when it is asked to explain or to change its policy."""
+"""Length of a mailbox from which on `explain`, `set_policy` and `forget_prefixes` raise EngineBusy."""
 
 
 class Engine:
-    """One model, served inside the running event loop.
+    """An inference engine that serves one model inside the running event loop.
+
+    Use it as an async context manager, or call `start` and `stop`. An engine starts once, and is used in the thread and
+    the event loop that started it.
 
     Args:
-        model: the built-in name, a Hugging Face folder, a `.gguf` file, or a hub id.
+        model: a built-in name, a Hugging Face folder, a `.gguf` file, or a hub id.
         progress: show progress on standard error while the model is fetched, converted and loaded.
+        loader: a source of models that replaces `model`'s names, for tests and embedders.
         options: the fields of `EngineConfig`.
 
     Raises:
-        ConfigError: at once, for an option that cannot work.
+        ConfigError: an option has an unknown name or a value that cannot work.
     """
 
     def __init__(
-        self, model: str | os.PathLike[str] = DEFAULT_MODEL, *, progress: bool = False, **options: Unpack[EngineOptions]
+        self,
+        model: str | os.PathLike[str] = DEFAULT_MODEL,
+        *,
+        progress: bool = False,
+        loader: ModelLoader | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
         self._config = config = EngineConfig.of(options)
         self._availability = Availability()
-        self._open = OpenRequests(ended_max=config.queue_limit if config.resume else 0)
-        self._requests = Submissions(config, self._open, self._availability)
-        self._lifecycle = Lifecycle(str(model), Progress(progress), self._availability, self._requests)
-        self._lifecycle.play(config, partial(_find_model, model, progress), find_successor)
+        loader = loader or FolderLoader(model, progress=progress)
+        self._lifecycle = Lifecycle(str(model), config, loader, Progress(progress), self._availability)
 
     @classmethod
-    def from_ensemble(
+    def from_parts(
         cls,
         name: str,
-        gather: Callable[[EngineConfig], Ensemble[B]],
-        others: Callable[[str, EngineConfig], Ensemble[B]] | None = None,
+        load: Callable[[EngineConfig], EngineParts[B]],
+        load_next: Callable[[str, EngineConfig], EngineParts[B]] | None = None,
         **options: Unpack[EngineOptions],
     ) -> Self:
-        """An engine that plays what `gather` returns in place of a model's folder; it is called on a thread.
+        """Return an engine that is built from parts instead of a model's folder.
 
-        So is `others`, for the name that a reload asks for; it raises ModelUnavailable for one that it does not know.
+        Args:
+            name: the model's name, for logs and errors.
+            load: returns the parts; called on a thread during `start`.
+            load_next: returns the parts of the model that `reload` names, and raises ModelUnavailable for an unknown
+                name; called on a thread. Without it, `reload` fails.
+            options: the fields of `EngineConfig`; `executor="auto"` means `"thread"` here.
+
+        Raises:
+            ConfigError: an option has an unknown name or a value that cannot work.
         """
-        engine = cls(name, **options)
-        config = engine._config
-        if config.executor == "auto":  # a stand-in has no device, nor can every one be sent to a process
-            config = replace(config, executor="thread")
-
-        def find_other(model: object, config: EngineConfig) -> Successor:
-            if others is None:
-                raise errors.ModelUnavailable(f"this engine stands for {name!r} and knows no other model")
-            return stand_in(str(model), others(str(model), config), config, tokenizer=name)
-
-        engine._lifecycle.play(config, lambda config: (gather(config), None), find_other)
-        return engine
+        if options.get("executor", "auto") == "auto":  # not every `load_device` can be sent to a process
+            options["executor"] = "thread"
+        return cls(name, loader=PartsLoader(name, load, load_next), **options)
 
     async def start(self) -> None:
-        """Find the model, load it, and open for requests. What it is still at is logged as a warning once a minute.
+        """Find and load the model, start the actors, and accept requests.
+
+        Loading has no time limit; the current phase is logged as a warning once a minute.
 
         Raises:
             ModelUnavailable: the model cannot be found, fetched or loaded.
-            ConfigError: the journal cannot be created, or what is to be loaded cannot be sent to a process.
-            EngineClosed: this engine was started before, or was stopped meanwhile.
-            EngineBroken: an actor could not be built, or crashed too often while the others started.
+            ConfigError: the journal cannot be created or resumed, or the executor cannot be sent to a process.
+            EngineClosed: the engine was started before, or was stopped during the start.
+            EngineBroken: an actor could not be built, or crashed too often during the start.
         """
         await self._lifecycle.start()
 
     async def stop(self) -> None:
-        """End every request with EngineClosed and give everything back. Harmless when done twice.
+        """Fail every unfinished request with EngineClosed, stop the actors, and free all resources.
 
-        Raises EngineUnavailable in another thread or event loop than the engine's.
+        Does nothing the second time.
+
+        Raises:
+            EngineUnavailable: called in another thread or event loop than the engine's.
         """
         if self._availability.is_open:
             self._availability.check_here()
         await self._lifecycle.stop()
 
     async def drain(self, timeout_seconds: float) -> int:
-        """Take nothing new, let all that runs or waits finish, then stop; give the number of those that could not.
+        """Refuse new requests, finish those that run or wait, then stop.
 
-        New requests get EngineDraining, whoever is not done after `timeout_seconds` EngineClosed. A call of
-        `generate_many` that has begun is served whole. `stop` ends a drain at once; cancelling it calls it off.
+        New requests fail with EngineDraining. Requests that are unfinished after `timeout_seconds` fail with
+        EngineClosed. A call of `generate_many` that has begun may submit all of its prompts. `stop` ends a drain at
+        once; cancelling this call ends the drain, and the engine accepts requests again.
+
+        Returns:
+            The number of requests that did not finish in time.
 
         Raises:
-            ConfigError: `timeout_seconds` is no number above 0.
-            EngineDraining: a drain is under way already, which goes on as it was.
-            EngineUnavailable: not started, closed, or broken; or it gave up meanwhile.
+            ConfigError: `timeout_seconds` is not a number above 0.
+            EngineDraining: another drain is in progress; it continues.
+            EngineUnavailable: the engine is not started, closed, or broken, or breaks during the drain.
         """
         seconds = check_timeout(timeout_seconds)
         self._availability.check()
@@ -129,38 +137,51 @@ class Engine:
         return await self._lifecycle.drain(seconds)
 
     async def reload(self, model: str | os.PathLike[str], *, running: Running = "finish") -> None:
-        """Serve with other weights, or another model with the same tokenizer, from some step on; no request is dropped.
+        """Replace the model by other weights, or by another model with the same tokenizer, without dropping a request.
 
-        It is loaded beside the model that serves, so there must be memory for both. Then, with `running` "finish", what
-        runs is finished by the model before, and whatever has not begun waits for the new one; with "recompute" the new
-        one takes over at once, and goes on with each request from the tokens there are. Returns when it has taken over.
-        Cancelled, or failed, it has no effect.
+        The new model is loaded while the present one serves, so there must be memory for both. Returns when the new
+        model has taken over. A reload that fails or is cancelled has no effect.
+
+        Args:
+            model: as for `Engine`.
+            running: `"finish"` finishes running requests with the present model, while requests that have not begun
+                wait for the new one. `"recompute"` switches at once: the new model recomputes each running request's
+                tokens and continues from them.
 
         Raises:
-            ModelUnavailable: it cannot be found or loaded, or its executor has died.
-            ModelMismatch: it has another vocabulary, tokenizer or chat template, or a request does not fit its context.
-            ConfigError: `running` is neither of the two.
-            ReloadBusy: another reload is under way.
-            EngineUnavailable: not started, closing, or broken.
+            ModelUnavailable: the new model cannot be found or loaded, or its executor died.
+            ModelMismatch: the new model has another vocabulary, tokenizer or chat template, or its context is too
+                short for a request.
+            ConfigError: `running` is neither `"finish"` nor `"recompute"`.
+            ReloadBusy: another reload is in progress.
+            EngineDraining: a drain is in progress.
+            EngineUnavailable: the engine is not started, closed, or broken.
         """
         recompute = check_running(running)
         self._availability.check()
         self._availability.check_not_draining()
-        await self._lifecycle.models.change(model, recompute, self._availability.check)
+        await self._running.models.change(model, recompute, self._availability.check)
 
     def resume(self, request_id: int, position: int = 0, *, tenant: str = "") -> Stream:
-        """Pick up a request that an earlier process had accepted: its output from the token at `position` on.
+        """Return the stream of a request that an earlier process had accepted.
 
-        For an engine with `journal` and `resume`. The request has gone on meanwhile, and ends like any other if this
-        stream is left. `position` is how many tokens its client has had; `result()` gives the whole output.
+        For an engine with the options `journal` and `resume`. The request has been running since the engine's start; it
+        is cancelled after `resume_seconds` unless it is resumed. Leaving the stream cancels the request, as with
+        `stream`.
+
+        Args:
+            request_id: the request's id in the earlier process, see `unclaimed`.
+            position: the number of output tokens that the client already has; iteration starts after them, while
+                `result()` returns the whole output.
+            tenant: the tenant that submitted the request.
 
         Raises:
-            UnknownRequest: there is none of this id, or nobody has picked it up in time.
-            RequestTaken: somebody has picked it up already.
-            WrongTenant: it is another tenant's.
-            BadPosition: it has not come so far.
-            WrongType: an argument is of another type.
-            EngineUnavailable: not started, closed, or broken.
+            UnknownRequest: the id is unknown, or `resume_seconds` have passed.
+            RequestTaken: the request was resumed before.
+            WrongTenant: the request belongs to another tenant.
+            BadPosition: `position` is negative, or beyond the output so far.
+            WrongType: an argument has the wrong type.
+            EngineUnavailable: the engine is not started, closed, or broken.
         """
         for name, value, kind in (
             ("request_id", request_id, int),
@@ -168,21 +189,29 @@ class Engine:
             ("tenant", tenant, str),
         ):
             if not isinstance(value, kind) or isinstance(value, bool):
-                raise errors.WrongType(f"{name} must be of type {kind.__name__}, and it is of {type(value).__name__}")
+                raise errors.WrongType(f"{name} must be of type {kind.__name__}, not {type(value).__name__}")
         self._availability.check()
         if position < 0:
-            raise errors.BadPosition(f"position is {shown(position)}; it must be at least 0")
-        return self._requests.resume(RequestId(request_id), position, tenant)
+            raise errors.BadPosition(f"position must be at least 0, not {shown(position)}")
+        return self._running.requests.resume(RequestId(request_id), position, tenant)
 
     @property
     def unclaimed(self) -> tuple[int, ...]:
-        """The ids of requests of an earlier process that nobody has picked up yet."""
-        return self._requests.unclaimed
+        """The ids of an earlier process's requests that `resume` can still return."""
+        running = self._lifecycle.running
+        return () if running is None else running.requests.unclaimed
+
+    @property
+    def _running(self) -> RunningEngine:
+        """The engine's running parts. Raises EngineUnavailable unless the engine serves."""
+        self._availability.check_open()
+        assert self._lifecycle.running is not None, "an engine that serves has running parts"
+        return self._lifecycle.running
 
     @property
     def system(self) -> System | None:
-        """The actors' system, for those who look at it from outside; None before the start."""
-        return self._lifecycle.system
+        """The actor system, for inspection; None before the model has been found."""
+        return None if self._lifecycle.running is None else self._lifecycle.running.system
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -194,117 +223,168 @@ class Engine:
         await self.stop()
 
     def stream(self, prompt: object, **options: Unpack[RequestOptions]) -> Stream:
-        """Submit a request and iterate over its output.
+        """Submit a request and return its stream.
 
-        `prompt` is text, a list of chat messages (`{"role": …, "content": …}`), or a list of token ids. The request
-        is under way when this returns; what can be refused without the engine's help is refused here.
+        The request runs from now on, whether or not the stream is read. Errors that are found later, such as a prompt
+        that is too long, are raised by the stream.
+
+        Args:
+            prompt: text, a list of chat messages (`{"role": …, "content": …}`), or a list of token ids.
+            options: the fields of `Sampling` and `Service`, such as `max_tokens` or `tenant`.
 
         Raises:
-            RequestRejected: one of its kinds; see `cuelight.errors`.
-            EngineUnavailable: not started, closed, or broken.
+            RequestRejected: the prompt or an option is invalid, or the queue is full; see `cuelight.errors`.
+            EngineUnavailable: the engine is not started, draining, closed, or broken.
         """
-        self._requests.check_new(1)
-        return self._requests.submit(self._requests.read(prompt, options))
+        requests = self._running.requests
+        return requests.send(requests.read(prompt, options))
 
     async def generate(self, prompt: object, **options: Unpack[RequestOptions]) -> Result:
-        """Submit a request and wait for its whole output. Raises as `stream` does, and RequestFailed."""
+        """Submit a request and return its whole output.
+
+        Cancelling this call cancels the request.
+
+        Raises:
+            RequestRejected: the prompt or an option is invalid, or the queue is full; see `cuelight.errors`.
+            RequestFailed: the request was accepted and then failed.
+            EngineUnavailable: the engine is not started, draining, closed, or broken.
+        """
         return await self.stream(prompt, **options).result()
 
     def samples(self, prompt: object, count: int, **options: Unpack[RequestOptions]) -> list[Stream]:
-        """Submit one prompt `count` times, for as many outputs; the prompt is computed once and its blocks are shared.
+        """Submit one prompt `count` times and return a stream for each sample.
 
-        Each is a request of its own, with its own stream and end. With a `seed`, they have it and those that follow it.
-        Raises as `stream` does, and then none is submitted.
+        The prompt is computed once, and the samples share its blocks. Each sample is a request of its own and ends on
+        its own. With `seed`, sample number n, counted from 0, has the seed `seed + n`.
+
+        Raises:
+            WrongType: `count` is not an integer.
+            BadSampling: `count` is not from 1 to `queue_limit`.
+            RequestRejected: as for `stream`; no sample is submitted then.
+            EngineUnavailable: the engine is not started, draining, closed, or broken.
         """
         if not isinstance(count, int) or isinstance(count, bool):
-            raise errors.WrongType(f"count must be a number, and it is of type {type(count).__name__}")
+            raise errors.WrongType(f"count must be of type int, not {type(count).__name__}")
         limit = self._config.queue_limit
         if not 1 <= count <= limit:
-            raise errors.BadSampling(f"count is {shown(count)}; it must be from 1 to the queue limit, {limit}")
-        self._requests.check_new(count)
-        return self._requests.samples(self._requests.read(prompt, options), count)
+            raise errors.BadSampling(f"count must be from 1 to the queue limit, {limit}, not {shown(count)}")
+        requests = self._running.requests
+        return requests.samples(requests.read(prompt, options, count), count)
 
     async def generate_many(
         self, prompts: Iterable[object], *, progress: bool = False, **options: Unpack[RequestOptions]
     ) -> list[Result]:
-        """Serve many prompts and return their results in order; `progress` shows a bar on standard error.
+        """Serve many prompts and return their results in the same order.
 
-        Every prompt is checked before the first is served. Only as many are submitted at once as keep the batch full,
-        so a long list neither fills the queue nor shuts others out. The first error cancels the rest and is raised.
+        Every prompt is parsed before the first is submitted. At most twice `running_max` requests, and at most half of
+        `queue_limit`, are open at once, so that a long list leaves room for other requests. The first error cancels the
+        remaining requests and is raised.
+
+        Args:
+            prompts: prompts as for `stream`.
+            progress: show a progress bar on standard error.
+            options: the options of every request, as for `stream`.
+
+        Raises:
+            RequestRejected: a prompt or an option is invalid, or the queue is full.
+            RequestFailed: a request was accepted and then failed.
+            EngineUnavailable: the engine is not started, draining, closed, or broken.
         """
         try:
             listed = None if isinstance(prompts, str | bytes) else iter(prompts)
-        except TypeError:  # some say of themselves that they can be iterated over, and cannot
+        except TypeError:  # annotated as an Iterable, without being one
             listed = None
         if listed is None:
-            raise errors.WrongType(f"prompts must be a list of prompts, and it is of type {type(prompts).__name__}")
-        return await self._requests.serve_all(tuple(listed), options, progress=progress)
+            raise errors.WrongType(f"prompts must be an iterable of prompts, not of type {type(prompts).__name__}")
+        return await self._running.requests.serve_all(tuple(listed), options, progress=progress)
 
     def chat(self, system: str | None = None, **options: Unpack[RequestOptions]) -> Chat:
-        """A conversation that remembers; `options` hold for each answer. The prefix cache keeps its K/V."""
+        """Return a new conversation, whose earlier turns precede each prompt.
+
+        Args:
+            system: the system message, or None for none.
+            options: the options of every answer, as for `stream`; `Chat.say` may override them.
+        """
         return Chat(lambda turns, merged: self.stream(turns, **merged), system, options)
 
     def stats(self) -> EngineStats:
-        """Figures of this moment. All zero before the start."""
-        board = self._lifecycle.board
-        return NO_STATS if board is None else board.stats()
+        """Return the present number of requests and blocks, and totals since the start; all zero before the start.
+
+        Never raises.
+        """
+        running = self._lifecycle.running
+        return NO_STATS if running is None else running.board.stats()
 
     def health(self) -> Health:
-        """What the engine is doing, what has crashed, and how long the last recovery took. Never raises."""
+        """Return the engine's state, its recent crashes, and the duration of its last recovery. Never raises."""
         return self._lifecycle.health.snapshot()
 
     def forget_prefixes(self) -> None:
-        """Let no request find in the prefix cache what was computed before. Those that run go on undisturbed.
+        """Remove all prefixes from the prefix cache; running requests are not affected.
 
-        Raises EngineUnavailable and EngineBusy.
+        Raises:
+            EngineBusy: too many messages wait in the actors' mailboxes.
+            EngineUnavailable: the engine is not started, closed, or broken.
         """
         self._check_room()
-        self._lifecycle.cache.tell(ForgetPrefixes())
+        self._running.system.find(self._running.roles.cache).tell(ForgetPrefixes())
 
     def set_policy(
         self, policy: str, *, aging_seconds: float = 10.0, tenant_weights: Mapping[str, float] | None = None
     ) -> None:
-        """Serve by another policy from now on, the requests that wait already too; nothing is dropped.
+        """Change the scheduling policy, for waiting requests too; no request is dropped.
 
-        The options are those of the configuration. Raises ConfigError, EngineUnavailable and EngineBusy.
+        The arguments have the meaning of the options of the same names in `EngineConfig`. Without `tenant_weights`, any
+        tenant is served.
+
+        Raises:
+            ConfigError: the policy is unknown, or an argument is invalid.
+            EngineBusy: too many messages wait in the actors' mailboxes.
+            EngineUnavailable: the engine is not started, closed, or broken.
         """
         check_policy(policy, aging_seconds, tenant_weights)
         self._check_room()
         weights = tuple((tenant_weights or {}).items())
         tenants = SetTenants(None if tenant_weights is None else tuple(tenant_weights))
+        intake = self._running.system.find(self._running.roles.intake)
         for order in (tenants, SetPolicy(policy, float(aging_seconds), weights)):
-            self._open.order(order)
-            self._lifecycle.intake.tell(order)
+            self._lifecycle.open_requests.order(order)
+            intake.tell(order)
 
     async def explain(self, request_id: int, timeout_seconds: float = 10.0) -> Explanation:
-        """A request's life: when it was admitted, preempted or ended, and what kept it waiting, with reasons.
+        """Return a request's timeline: when it was admitted, preempted or ended, and the reasons for its waits.
 
-        A stream's id is `stream.request_id`. Of requests that are over, the last 1,024 are remembered; one that was
-        never given out, or is forgotten, has the state "unknown". Raises WrongType, EngineUnavailable and EngineBusy.
+        Timelines of the last 1,024 ended requests are kept. An id without a timeline has the state `"unknown"`.
+
+        Args:
+            request_id: the id of the request, as `Stream.request_id` has it.
+            timeout_seconds: the longest time to wait for the scheduler's answer.
+
+        Raises:
+            WrongType: `request_id` is not an integer.
+            EngineBusy: too many messages wait in the actors' mailboxes, or the scheduler did not answer in time.
+            EngineUnavailable: the engine is not started, closed, or broken.
         """
         if not isinstance(request_id, int) or isinstance(request_id, bool):
-            raise errors.WrongType(f"request_id must be a number, and it is of type {type(request_id).__name__}")
+            raise errors.WrongType(f"request_id must be of type int, not {type(request_id).__name__}")
         self._check_room()
         try:
-            told: Explanation = await ask(
-                self._lifecycle.scheduler, partial(Explain, RequestId(request_id)), timeout_seconds
-            )
+            scheduler = self._running.system.find(self._running.roles.scheduler)
+            answer: Explanation = await ask(scheduler, partial(Explain, RequestId(request_id)), timeout_seconds)
         except (ActorStopped, AskTimeout) as error:
-            self._availability.check()  # it was stopped meanwhile
-            raise errors.EngineBusy(f"no answer within {shown(timeout_seconds)} s") from error
-        if told.state == "unknown" and request_id in self._open:  # it has not come that far yet
-            return msgspec.structs.replace(told, state="waiting")
-        return told
+            self._availability.check()  # the engine may have stopped meanwhile
+            raise errors.EngineBusy(
+                f"no answer within {shown(timeout_seconds)} s from the scheduler: try again"
+            ) from error
+        if answer.state == "unknown" and request_id in self._lifecycle.open_requests:  # still in intake
+            return msgspec.structs.replace(answer, state="waiting")
+        return answer
 
     def _check_room(self) -> None:
-        """Questions and orders come on top of what the scheduler's mailbox is made for."""
+        """Raise EngineBusy where a mailbox has little room: capacities are computed from the messages of requests."""
         self._availability.check()
-        assert self.system is not None
-        mailboxes = self.system.statistics()
+        mailboxes = self._running.system.statistics()
         if max(mailboxes[name].length for name in ("cache", "scheduler", "intake")) >= CONTROL_MESSAGES_MAX:
-            raise errors.EngineBusy("too many questions and orders wait for an answer already; try again")
-
-
-def _find_model(model: str | os.PathLike[str], progress: bool, config: EngineConfig) -> tuple[Ensemble[Batch], Path]:
-    folder = model_path(model, progress=progress)
-    return gather(folder, config), folder
+            raise errors.EngineBusy(
+                f"an actor's mailbox holds {CONTROL_MESSAGES_MAX} or more messages: try again in a moment"
+            )

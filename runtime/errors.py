@@ -1,50 +1,53 @@
-"""Every exception a user of the engine can meet, in one tree.
+"""The exceptions that the engine's public methods raise, in one tree.
 
 * EngineError
   - ModelUnavailable      the model cannot be found, fetched, read or served
-  - ConfigError           the engine was configured with something it cannot do
+  - ConfigError           an engine option is invalid (also a ValueError)
       WrongJournal
-  - ModelMismatch         a reload with a model that cannot take over (also a ValueError)
+  - ModelMismatch         a reload names a model that cannot take over (also a ValueError)
   - RequestRejected       refused before any work was done (also a ValueError)
       EmptyPrompt · PromptTooLong · BadPrompt · BadMessage · TokenOutOfRange ·
       BadSampling · BadService · UnknownTenant · UnknownField · WrongType · QueueFull ·
       UnknownRequest · RequestTaken · WrongTenant · BadPosition
-  - RequestFailed         accepted, then ended by a failure that was not the client's choice
+  - RequestFailed         accepted, then ended by a failure
       DeadlineExceeded
   - EngineUnavailable     NotStarted · EngineClosed · EngineBroken · EngineGaveUp · EngineDraining
-  - EngineBusy            too many questions or orders at once, beside the requests
+  - EngineBusy            too many calls of `explain`, `set_policy` or `forget_prefixes` at once
       ReloadBusy
-  - ChatBusy              a second `say` while the first still streams
+  - ChatBusy              a second `say` while the previous answer is still streaming
 """
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of every exception in this module."""
 
 
 class ModelUnavailable(EngineError):
-    """The model cannot be found, fetched, read or served. The message says what is missing and what to type."""
+    """The model cannot be found, fetched, read or served. The message says what to do."""
 
 
 class ConfigError(EngineError, ValueError):
-    """An engine option has a value the engine cannot honour."""
+    """An engine option has an unknown name, or a value or combination of values that cannot work."""
 
 
 class WrongJournal(ConfigError):
-    """A journal that is no journal, or of another version, model or tokenizer, is not resumed; it stays as it is."""
+    """The file at `journal` cannot be resumed; it is left unchanged.
+
+    The file is not an engine's journal, or was written by another version or for another model.
+    """
 
 
 class ModelMismatch(EngineError, ValueError):
-    """Another model cannot take over: its tokenizer or vocabulary differs, or its context is too short for a request.
+    """A reload's model has another vocabulary or tokenizer, or a context too short for an open request.
 
-    The model that was there serves on, and no request has noticed.
+    The present model continues to serve, and no request is affected.
     """
 
 
 class RequestRejected(EngineError, ValueError):
-    """The request was refused before any work was done for it."""
+    """The request was refused before it was scheduled."""
 
 
 class EmptyPrompt(RequestRejected):
@@ -52,7 +55,7 @@ class EmptyPrompt(RequestRejected):
 
 
 class PromptTooLong(RequestRejected):
-    """The prompt does not fit the model's context, or the whole block pool, with one token to spare."""
+    """The prompt and one output token do not fit into the context length or the block pool."""
 
 
 class BadPrompt(RequestRejected):
@@ -64,33 +67,35 @@ class BadMessage(RequestRejected):
 
 
 class TokenOutOfRange(RequestRejected):
-    """A token id is negative or beyond the vocabulary."""
+    """A token id is negative or outside the vocabulary."""
 
 
 class BadSampling(RequestRejected):
-    """A sampling option is outside its range."""
+    """A sampling option, or the number of samples, is outside its range."""
 
 
 class UnknownField(RequestRejected):
-    """A request option of this name does not exist."""
+    """A request option has an unknown name."""
 
 
 class WrongType(RequestRejected):
-    """A prompt or an option has the wrong type."""
+    """A prompt, an option or an argument has the wrong type."""
 
 
 class BadService(RequestRejected):
-    """A priority, tenant or deadline cannot be honoured: a deadline that has passed already, for example."""
+    """A service option (priority, tenant, deadline, salt) is outside its range."""
 
 
 class UnknownTenant(RequestRejected):
-    """The engine serves certain tenants, and this is none of them."""
+    """The request's tenant is not among the engine's `tenant_weights`."""
 
 
 class QueueFull(RequestRejected):
-    """The engine already holds as many requests as its queue limit allows. Try again later.
+    """The engine has as many unfinished requests as `queue_limit` allows. Try again later.
 
-    `retry_after_seconds` estimates when there is room, from how fast requests have been finishing; None: too few have.
+    Attributes:
+        retry_after_seconds: an estimate of the time until there is room, from the recent rate of finished requests;
+            None if too few have finished.
     """
 
     def __init__(self, reason: str, retry_after_seconds: float | None = None) -> None:
@@ -99,31 +104,31 @@ class QueueFull(RequestRejected):
 
 
 class UnknownRequest(RequestRejected):
-    """No request of this id was carried over from an earlier process, or nobody has picked it up in time."""
+    """No request of this id was restored from an earlier process, or it was not resumed within `resume_seconds`."""
 
 
 class RequestTaken(RequestRejected):
-    """Somebody has picked this request up already; a stream has one reader."""
+    """The request has been resumed before; a request has one stream."""
 
 
 class WrongTenant(RequestRejected):
-    """The request is another tenant's."""
+    """The request to resume belongs to another tenant."""
 
 
 class BadPosition(RequestRejected):
-    """A stream has not come as far as this position yet."""
+    """The position to resume from is negative, or beyond the request's output so far."""
 
 
 class RequestFailed(EngineError):
-    """The request was accepted and then ended by a failure; other requests are not touched."""
+    """The request was accepted and then ended by a failure; other requests are not affected."""
 
 
 class DeadlineExceeded(RequestFailed):
-    """The request's deadline, or the longest time it was to wait for its first blocks, has passed."""
+    """The request's `deadline_seconds` passed, or its `queue_seconds` passed before its admission."""
 
 
 class EngineUnavailable(EngineError):
-    """The engine cannot take requests now."""
+    """The engine cannot accept requests in its present state, or in this thread or event loop."""
 
 
 class NotStarted(EngineUnavailable):
@@ -131,28 +136,31 @@ class NotStarted(EngineUnavailable):
 
 
 class EngineClosed(EngineUnavailable):
-    """The engine is closed or closing."""
+    """The engine was stopped, or was started before."""
 
 
 class EngineBroken(EngineUnavailable):
-    """An actor of the engine crashed; the cause is chained."""
+    """An actor crashed and could not be restarted; `__cause__` is the crash. Make another engine."""
 
 
 class EngineGaveUp(EngineUnavailable):
-    """The executor died again and again without computing anything; the message says of what. Make another engine."""
+    """The executor died more than `restarts_max` times in a row without computing a step. Make another engine.
+
+    The message says why the executor died.
+    """
 
 
 class EngineDraining(EngineUnavailable):
-    """The engine finishes what it has begun and takes nothing new; then it stops."""
+    """The engine is draining: it finishes its present requests, refuses new ones, and then stops."""
 
 
 class EngineBusy(EngineError):
-    """More questions (`explain`) or orders (`set_policy`) at once than the engine takes. Try again in a moment."""
+    """Too many calls of `explain`, `set_policy` or `forget_prefixes` at once. Try again in a moment."""
 
 
 class ReloadBusy(EngineBusy):
-    """Another model is being loaded already; that goes on. Try again once it has taken over."""
+    """Another reload is in progress and continues. Try again once that model has taken over."""
 
 
 class ChatBusy(EngineError):
-    """The chat's previous answer is still streaming."""
+    """The chat's previous answer is still streaming; read it to its end, or close it."""

@@ -12,13 +12,13 @@ import pytest
 import structlog
 
 from cuelight.actors.executor.native.build import NoNativeCode, load_native
-from cuelight.model_cache import cache_directory
-from cuelight.store import DEFAULT_MODEL, model_path
+from cuelight.models.cache import cache_directory
+from cuelight.models.store import DEFAULT_MODEL, model_path
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKERS_MAX = 8
 WORKER_BYTES = 2 << 30
-"""Memory that one worker may take, with the processes it starts."""
+"""Memory that one worker and its processes may take."""
 
 
 def _cores() -> int:
@@ -27,7 +27,7 @@ def _cores() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return one worker a core, bounded by memory; 0, which is this process, where a few tests are selected by name."""
+    """Return one worker a core, bounded by memory; 0 (this process) where a few tests are selected by name."""
     if config.option.keyword or config.args_source is pytest.Config.ArgsSource.ARGS:
         return 0
     count = min(_cores(), WORKERS_MAX)
@@ -37,14 +37,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure() -> None:
-    """Divide the cores among the workers: threads of torch that wait for a core spin, and take twice the time."""
+    """Divide the cores among the workers: torch's threads spin while they wait for a core, and take twice the time."""
     if WORKERS > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // WORKERS)))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect no garbage while modules are imported, which makes little of it and takes a third longer with it."""
+    """Disable garbage collection while modules are imported: it frees little there, and takes a third longer."""
     gc.disable()
     try:
         return (yield)
@@ -53,7 +53,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests that are marked `cuda` need a GPU."""
+    """Skip tests that are marked `cuda` where there is no GPU."""
     if item.get_closest_marker("cuda") is not None:
         import torch
 
@@ -63,19 +63,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:
-    """Many tests collect garbage: their own, not among the million objects of the libraries that others have loaded."""
+    """Freeze the objects of imported libraries, so that tests that collect garbage scan only their own."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """Libraries complain of what is alive at the interpreter's end."""
+    """Unfreeze the heap: libraries complain of objects that are alive at the interpreter's end."""
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
 def unconfigured_logs() -> Iterator[None]:
-    """To capture structlog's events configures it for good, but other tests look into the standard library's log."""
+    """Reset structlog: capturing its events configures it for good, but other tests read the standard library's log."""
     yield
     structlog.reset_defaults()
 
@@ -88,7 +88,7 @@ def model_folder() -> Path:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Several threads of torch wait for each other at every product, which takes minutes where cores are shared."""
+    """Run torch on one thread: several wait for each other at every product, for minutes where cores are shared."""
     import torch
 
     threads = torch.get_num_threads()
@@ -97,7 +97,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-FORMS = {"plain": 0, "avx2": 1, "avx512": 2}
+FORMS = {"portable": 0, "avx2": 1, "avx512": 2}
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +111,7 @@ def native() -> ctypes.CDLL:
 
 @pytest.fixture(params=FORMS.items(), ids=lambda param: param[0])
 def form(request: pytest.FixtureRequest, native: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
-    """The same in each of their forms that this machine has."""
+    """The native kernels in each form that this machine has."""
     name, wanted = request.param
     if native.cue_force_isa(wanted) != wanted:
         native.cue_force_isa(-1)
@@ -121,11 +121,11 @@ def form(request: pytest.FixtureRequest, native: ctypes.CDLL) -> Iterator[ctypes
 
 
 @pytest.fixture
-def bf16_words(native: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
-    """The kernels as they are where the machine multiplies bfloat16: the last form and more."""
+def avx512_bf16(native: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
+    """The kernels with AVX512-BF16, one level above the last form."""
     wanted = 1 + max(FORMS.values())
     if native.cue_force_isa(wanted) != wanted:
         native.cue_force_isa(-1)
-        pytest.skip("this machine multiplies no bfloat16")
+        pytest.skip("this machine has no AVX512-BF16")
     yield native
     native.cue_force_isa(-1)

@@ -1,4 +1,4 @@
-"""Every example runs as its docstring says, in this process, so that torch is loaded once for all of them."""
+"""Every example runs as its docstring says, in this process, so that torch is loaded once for all."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Run an example as a program; gives what it wrote to standard output."""
+    """Run an example as a program; return its standard output."""
 
     def run_example(name: str, *arguments: str, stdin: str = "") -> str:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
@@ -39,7 +39,7 @@ def test_chat_answers_each_line_and_ends_with_the_input(run) -> None:
 
 @pytest.mark.model
 @pytest.mark.usefixtures("one_thread")
-def test_background_work_goes_on(run) -> None:
+def test_background_work_continues(run) -> None:
     out = run("background_work.py", "Count to ten.")
     echoed = re.search(r"^(\d+) lines echoed meanwhile, the slowest in [\d.]+ ms$", out, re.MULTILINE)
     assert echoed and int(echoed[1]) > 1
@@ -58,7 +58,7 @@ def test_batch_writes_one_json_line_a_question_in_order(run, tmp_path: Path, cap
 
 @pytest.mark.model
 @pytest.mark.usefixtures("one_thread")
-def test_concurrent_chats_interleave_and_share_their_beginning(run) -> None:
+def test_concurrent_chats_interleave_and_share_their_prefix(run) -> None:
     out = run("concurrent_chats.py")
     order = re.search(r"^Whose tokens came when: ([ABC]+)$", out, re.MULTILINE)
     cached = re.search(r"^(\d+) of (\d+) prompt tokens came from the prefix cache$", out, re.MULTILINE)
@@ -69,7 +69,7 @@ def test_concurrent_chats_interleave_and_share_their_beginning(run) -> None:
 
 @pytest.mark.model
 @pytest.mark.usefixtures("one_thread")
-def test_an_answer_goes_on_in_the_next_process(run, tmp_path: Path) -> None:
+def test_answer_continues_in_the_next_process(run, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "warm_restart.py"), str(tmp_path / "journal"), "Count to a thousand."]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0) as process:
         assert process.stdout is not None
@@ -80,9 +80,9 @@ def test_an_answer_goes_on_in_the_next_process(run, tmp_path: Path) -> None:
         seen += process.stdout.read()
     note, text = run("warm_restart.py", str(tmp_path / "journal"), "Nothing new is asked.").split("] ", 1)
     assert re.match(r"\[request 1 goes on after [1-9]\d* tokens", note)
-    # What was printed and not noted is printed again.
+    # Output that was printed and not noted is printed again.
     begin = next(at for at in range(len(seen) + 1) if text.startswith(seen.decode()[at:]))
-    assert begin > 0, "it does not begin again"
+    assert begin > 0, "the answer does not start again"
     assert text.strip()
 
 
@@ -97,13 +97,13 @@ def test_embed_actors_counts_words(run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pipeline.py", "warm_restart.py"])
-def test_an_example_without_what_it_needs_says_how_to_run_it(run, name: str) -> None:
+def test_example_without_its_arguments_says_how_to_run_it(run, name: str) -> None:
     with pytest.raises(SystemExit, match=f"python examples/{name}"):
         run(name)
 
 
 def test_every_example_is_run_here_and_says_how_to_run_it() -> None:
-    here = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*examples.py"))
+    here = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.rglob("test_*examples.py"))
     for path in sorted(EXAMPLES.glob("*.py")):
         assert f'run("{path.name}"' in here, f"{path.name} is not tested"
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

@@ -1,4 +1,4 @@
-"""The README says what is: its Python blocks run as they stand, its tables and charts are those of the code."""
+"""The README and the pages of docs/ match the code: Python blocks run as they stand, names and charts are current."""
 
 from __future__ import annotations
 
@@ -9,32 +9,35 @@ import logging
 import re
 import shutil
 from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 
-import msgspec
 import pytest
 import structlog
 import transformers
 from tiny_models import GROUPED, save
 
 import cuelight.messages
-from cuelight import Engine, cli, errors, store
-from cuelight.config import EngineConfig
-from cuelight.messages.request import Sampling
+from cuelight import Engine, errors
+from cuelight.cli import commands as cli
+from cuelight.models import store
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    name: (ROOT / name).read_text(encoding="utf-8")
+    for name in ("README.md", "docs/guide.md", "docs/errors.md", "docs/models.md", "docs/limits.md", "docs/options.md")
+}
+README = PAGES["README.md"]
 
 
 def blocks() -> Iterator[tuple[str, CodeType]]:
-    """Each Python block, as text and compiled so that a traceback names the README's own lines."""
-    for match in re.finditer(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL):
-        padding = "\n" * README.count("\n", 0, match.start(1))
-        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-        yield match[1], compile(padding + match[1], "README.md", "exec", flags=flags, dont_inherit=True)
+    """Each Python block as text and as code, compiled so that a traceback names the page's own lines."""
+    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    for name, page in PAGES.items():
+        for match in re.finditer(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+            padding = "\n" * page.count("\n", 0, match.start(1))
+            yield match[1], compile(padding + match[1], name, "exec", flags=flags, dont_inherit=True)
 
 
 @pytest.fixture
@@ -49,7 +52,7 @@ def logging_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def small_models(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Built-in models are small ones that speak in the tokens of the default model: the blocks open many engines."""
+    """Replace the built-in models by small ones with the default model's tokens: the blocks open many engines."""
     save(transformers.LlamaConfig(**{**GROUPED, "vocab_size": 49_152, "max_position_embeddings": 2048}), tmp_path)
     for pattern in ("*token*", "chat_template*"):
         for file in model_folder.glob(pattern):
@@ -77,24 +80,6 @@ def test_python_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "BadSampling: temperature is -1.0; it must be" in capsys.readouterr().out
 
 
-def option_table(heading: str) -> dict[str, str]:
-    """The defaults that the table under a heading gives, by option."""
-    section = README.split(f"### {heading}\n", 1)[1].split("\n#", 1)[0]
-    return dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \| .+ \|$", section, re.MULTILINE))
-
-
-def shown(defaults: Mapping[str, object]) -> dict[str, str]:
-    """Values as the README writes them."""
-    return {name: repr(value).replace("'", '"') for name, value in defaults.items()}
-
-
-def test_option_tables_hold_the_defaults_in_order() -> None:
-    request = shown(msgspec.structs.asdict(Sampling()))
-    engine = shown({field.name: field.default for field in fields(EngineConfig)})
-    assert list(option_table("Options of a request").items()) == list(request.items())
-    assert list(option_table("Options of an engine").items()) == list(engine.items())
-
-
 def test_every_error_is_named() -> None:
     names = [
         name
@@ -102,27 +87,27 @@ def test_every_error_is_named() -> None:
         if isinstance(value, type) and issubclass(value, errors.EngineError)
     ]
     assert len(names) > 15
-    section = README.split("### Errors\n", 1)[1].split("\n##", 1)[0]
-    assert [name for name in names if not re.search(rf"\b{name}\b", section)] == []
+    assert [name for name in names if not re.search(rf"\b{name}\b", PAGES["docs/errors.md"])] == []
 
 
-def test_the_chart_is_that_of_the_messages() -> None:
+def test_chart_is_that_of_the_messages() -> None:
     assert cuelight.messages.__doc__ is not None
     chart = cuelight.messages.__doc__.split("```")[1].strip("\n")
     assert chart in README
 
 
 def test_every_option_of_the_command_is_named() -> None:
+    guide = PAGES["docs/guide.md"]
     parser: ArgumentParser = cli._parser()
     (commands,) = [action for action in parser._actions if action.dest == "COMMAND" or action.choices]
     assert commands.choices is not None
     for name in commands.choices:
-        assert f"`cuelight {name}`" in README
+        assert f"`cuelight {name}`" in guide
     for name, command in dict(commands.choices).items():
         for action in command._actions:
             for option in action.option_strings:
                 if option not in ("-h", "--help"):
-                    assert f"`{option}`" in README, f"cuelight {name} {option} is not in the README"
+                    assert f"`{option}`" in guide, f"cuelight {name} {option} is not in docs/guide.md"
 
 
 def test_make_targets_exist() -> None:
@@ -141,14 +126,20 @@ def test_links_and_named_files_exist() -> None:
             assert (ROOT / target).exists(), f"{page.name} names {target}"
 
 
-def test_rules_that_the_code_names_are_written_down() -> None:
+def test_cited_rules_exist_in_docs() -> None:
     rules = (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")
-    written = {int(number) for number in re.findall(r"^- \*\*(\d+)\*\*", rules, re.MULTILINE)}
-    named: set[int] = set()
-    for folder in ("actors", "messages", "runtime", "tests"):
+    written = set(re.findall(r"^- \*\*([a-z0-9-]+)\*\*", rules, re.MULTILINE))
+    cited: set[str] = set()
+    unknown: list[str] = []
+    for folder in ("actors", "messages", "runtime", "tests", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
-            for first, _, last in re.findall(
-                r"(?i:rules?)[ _](\d+)( to | and )?(\d+)?", path.read_text(encoding="utf-8")
-            ):
-                named |= {int(first), int(last or first)}
-    assert named and named <= written, sorted(named - written)
+            text = path.read_text(encoding="utf-8")
+            for names in re.findall(r"[Rr]ules? ((?:`[a-z0-9-]+`(?:, | and )?)+)", text):
+                cited |= set(re.findall(r"`([a-z0-9-]+)`", names))
+            unknown += [
+                test
+                for test in re.findall(r"def test_rule_(\w+)", text)
+                if not test.startswith(tuple(rule.replace("-", "_") for rule in written))
+            ]
+    assert cited and cited <= written, sorted(cited - written)
+    assert not unknown

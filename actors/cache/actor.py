@@ -1,13 +1,12 @@
-"""The cache manager: owns the KV blocks' bookkeeping and answers the scheduler. The decisions are in `tables.py`."""
+"""The cache manager: keeps the books of the KV blocks and answers the scheduler. `tables.py` decides on grants."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import assert_never
 
-from cuelight.actors.cache.host import HostSlots
-from cuelight.actors.cache.pool import BlockPool
-from cuelight.actors.cache.tables import Tables
+from cuelight.actors.cache.pool import BlockPool, HostSlots
+from cuelight.actors.cache.tables import BlockTables
 from cuelight.kernel import Actor, get_logger
 from cuelight.messages import scheduler
 from cuelight.messages.address import Address
@@ -19,22 +18,22 @@ _log = get_logger("cuelight.cache")
 
 
 class CacheManager(Actor[CacheMessage]):
-    """Tells `observer` its figures after each message that changed them.
+    """The actor that grants blocks. Sends `observer` its figures after each message that changes them.
 
-    Has no blocks until the first `Reset`: what comes before was meant for an earlier cache manager, and is ignored.
+    Has no blocks until the first `Reset`. Messages before that were meant for an earlier cache manager and are ignored.
     """
 
     def __init__(self, observer: Address[BlockFigures], watermark_fraction: float) -> None:
         self._observer = observer
         self._watermark_fraction = watermark_fraction
-        self._tables = Tables(BlockPool(1), 1, watermark_fraction)
+        self._tables = BlockTables(BlockPool(1), 1, watermark_fraction)
         self._has_blocks = False
         self._host_memory = 0
         self._evictions_before = 0
         self._tokens_looked_up = 0
         self._tokens_found = 0
         self._copied: Counter[CopyKind] = Counter()
-        self._told = BlockFigures()
+        self._reported = BlockFigures()
 
     def handle(self, message: CacheMessage) -> None:
         if not self._has_blocks and not isinstance(message, Reset):
@@ -42,9 +41,9 @@ class CacheManager(Actor[CacheMessage]):
         match message:
             case Reserve():
                 self._reserve(message)
-            case Release(spoilt=spoilt):
+            case Release(poisoned=poisoned):
                 for filled in message.released:
-                    self._tables.release(filled, is_spoilt=filled.request_id in spoilt)
+                    self._tables.release(filled, is_poisoned=filled.request_id in poisoned)
             case Reset():
                 self._reset(message)
             case ForgetPrefixes():
@@ -52,12 +51,12 @@ class CacheManager(Actor[CacheMessage]):
             case _:
                 assert_never(message)
         figures = self._figures()
-        if figures != self._told or isinstance(message, Reset):
-            self._told = figures
+        if figures != self._reported or isinstance(message, Reset):
+            self._reported = figures
             self._observer.tell(figures)
 
     def _reserve(self, message: Reserve) -> None:
-        self._tables.host.confirm(message.made)
+        self._tables.host.confirm(message.copies_done)
         for filled in message.filled:
             self._tables.fill(filled)
         grants: list[scheduler.Grant] = []
@@ -69,7 +68,7 @@ class CacheManager(Actor[CacheMessage]):
                 refused.append(growth.request_id)
             else:
                 grants.append(grant)
-        if not refused:  # a round that must preempt lets nobody in (rule 2)
+        if not refused:  # a round that must preempt admits no request (rule `running-first`)
             self._admit(message, grants, refused, deferred)
         if refused:
             _log.debug("blocks refused", request_ids=refused, blocks_free=self._tables.pool.free_count)
@@ -77,7 +76,7 @@ class CacheManager(Actor[CacheMessage]):
         for batch in copies:
             self._copied[batch.copying] += len(batch.sources)
             if batch.copying is CopyKind.SAVE:
-                self._tables.host.doubt(batch.targets, message.round)
+                self._tables.host.mark_unconfirmed(batch.targets, message.round)
         message.reply_to.tell(scheduler.Granted(message.round, tuple(grants), tuple(refused), tuple(deferred), copies))
 
     def _admit(
@@ -108,23 +107,23 @@ class CacheManager(Actor[CacheMessage]):
         self._evictions_before += self._tables.pool.evictions
         pool = BlockPool(message.block_count)
         kept = self._kept_slots(message)
-        self._tables = Tables(pool, message.block_size, self._watermark_fraction, message.host, kept)
+        self._tables = BlockTables(pool, message.block_size, self._watermark_fraction, message.host, kept)
         self._host_memory = message.host.memory
         if message.host.block_count > self._tables.host.total:
             _log.info(
                 "host_memory_unused",
-                why="a block takes longer to move than to compute",
+                why="moving a block takes longer than computing it",
                 move_seconds=message.host.move_seconds,
                 recompute_seconds=message.block_size * message.host.recompute_seconds,
             )
 
     def _kept_slots(self, message: Reset) -> HostSlots | None:
-        """Those whose contents are there still, and certain; None where there are none."""
+        """Return the host slots whose contents survive this reset and are confirmed; None if host memory is new."""
         if message.host.memory != self._host_memory or not self._host_memory:
             return None
         slots = self._tables.host
-        slots.confirm(message.made)
-        slots.forget_doubtful()
+        slots.confirm(message.copies_done)
+        slots.forget_unconfirmed()
         _log.info("host_memory_kept", blocks=slots.used_count)
         return slots
 

@@ -1,6 +1,6 @@
-"""The hash chain of one token sequence: what makes a block's contents findable by another request.
+"""The hash chain of one token sequence: a digest for each full block, by which other requests find its contents.
 
-Knows tokens and digests, nothing of blocks or of the pool.
+Contains tokens and digests only; block ids and the pool are in `pool.py`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from hashlib import sha256
 _ROOT = bytes(32)
 
 
-class Chain:
-    """A growing token sequence and the digests of its full blocks, each computed once, when first asked for.
+class HashChain:
+    """A growing token sequence and the digests of its full blocks, each computed once, on first use.
 
     A digest covers the block's tokens and, through its parent, every token before them, so equal digests mean equal
-    prefixes at equal positions. SHA-256, because whoever can build a collision can read another client's cache.
+    prefixes at equal positions. The hash is SHA-256 because a client that could build a collision could read another
+    client's cache.
     """
 
     __slots__ = ("_block_size", "_digests", "_pack", "_salt", "_token_ids")
 
     def __init__(self, token_ids: Iterable[int], block_size: int, salt: bytes = b"") -> None:
-        """Sequences with different `salt` never share a block: it enters the first block, the chain carries it on."""
+        """Start a chain. `salt` is hashed into the first block, so sequences with different salts share no block."""
         self._token_ids = list(token_ids)
         self._digests: list[bytes] = []
         self._block_size = block_size
@@ -30,18 +31,19 @@ class Chain:
         self._salt = salt
 
     def __len__(self) -> int:
-        """Tokens known so far."""
+        """Number of tokens in the sequence so far."""
         return len(self._token_ids)
 
     def extend(self, token_ids: Iterable[int]) -> None:
+        """Append tokens to the sequence."""
         self._token_ids.extend(token_ids)
 
-    def spells(self, token_ids: tuple[int, ...], salt: bytes = b"") -> bool:
-        """Whether the sequence is exactly `token_ids`, with this salt."""
+    def matches(self, token_ids: tuple[int, ...], salt: bytes = b"") -> bool:
+        """Return whether the sequence is exactly `token_ids`, with this salt."""
         return salt == self._salt and len(token_ids) == len(self._token_ids) and self._token_ids == list(token_ids)
 
-    def agrees(self, other: Chain, token_count: int) -> bool:
-        """Whether both begin with the same `token_count` tokens, and have the same salt."""
+    def shares_prefix(self, other: HashChain, token_count: int) -> bool:
+        """Return whether both chains begin with the same `token_count` tokens and have the same salt."""
         if token_count > min(len(self), len(other)) or self._salt != other._salt:
             return False
         full_blocks, rest = divmod(token_count, self._block_size)
@@ -50,7 +52,7 @@ class Chain:
         return self._token_ids[token_count - rest : token_count] == other._token_ids[token_count - rest : token_count]
 
     def digest(self, block_index: int) -> bytes:
-        """The digest of a full block, 32 bytes."""
+        """Return the digest of a full block, 32 bytes."""
         assert block_index < len(self._token_ids) // self._block_size, "only a full block has a digest"
         while len(self._digests) <= block_index:
             self._digests.append(self._next_digest())
@@ -59,5 +61,5 @@ class Chain:
     def _next_digest(self) -> bytes:
         start = len(self._digests) * self._block_size
         parent, extra = (self._digests[-1], b"") if self._digests else (_ROOT, self._salt)
-        # Parent and tokens have a fixed length, so no two different inputs run together.
+        # Parent and tokens have a fixed length, so different inputs never concatenate to the same bytes.
         return sha256(parent + self._pack(*self._token_ids[start : start + self._block_size]) + extra).digest()

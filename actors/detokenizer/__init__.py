@@ -1,1 +1,1 @@
-"""The detokenizer: token ids become text, and a stop string ends it."""
+"""The detokenizer: decodes token ids into text and finds stop strings."""

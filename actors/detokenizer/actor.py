@@ -1,6 +1,6 @@
-"""The detokenizer: what text each client has been given, and whether a stop string has ended it.
+"""The detokenizer actor: sends each client its text, and ends a stream at a stop string.
 
-Owns the streams: position, text and stop strings of each. Knows nothing of blocks, tensors or the order of service.
+Owns the streams: position, text and stop strings of each. Blocks and the order of service are the scheduler's.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from typing import TypeAlias, assert_never
 
 import msgspec
 
-from cuelight.actors.detokenizer.stops import StopMatcher
-from cuelight.actors.detokenizer.text import Decode, IncrementalText
-from cuelight.actors.detokenizer.vocabulary import Decoder
+from cuelight.actors.detokenizer.decoder import Decoder
+from cuelight.actors.detokenizer.text import Decode, IncrementalText, StopMatcher
 from cuelight.kernel import Actor, Context, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.client import Chunk, End
@@ -28,21 +27,22 @@ from cuelight.messages.detokenizer import (
     TokensReady,
 )
 from cuelight.messages.intake import DetokenizerStarted, Finished, Opened, Streams
-from cuelight.messages.request import FinishReason, RequestId
+from cuelight.messages.request import FailureCause, FinishReason, RequestId
 from cuelight.messages.scheduler import Closed, GetHistories, IntakeStarted, StopMatched
 
-IntakeNews: TypeAlias = DetokenizerStarted | Finished
-"""What intake hears of the detokenizer's own accord."""
+ToIntake: TypeAlias = DetokenizerStarted | Finished
+"""Messages to intake that are not replies."""
 
 _INTERRUPTS = (KeyboardInterrupt, SystemExit)
-"""The whole program is to end. Native code of a tokenizer may raise what is no `Exception`, and means less."""
+"""Exceptions that end the whole program. A tokenizer's native code may raise other ones outside `Exception`, which
+fail one request only."""
 
 _log = get_logger("cuelight.detokenizer")
 
 
 @dataclass(slots=True)
-class _Stream:
-    """One client's output: the tokens it was given. None is taken after a match or a failure."""
+class _TextStream:
+    """The output of one request so far. Takes no token after a stop string matched or decoding failed."""
 
     client: Address[Chunk | End]
     text: IncrementalText
@@ -53,7 +53,7 @@ class _Stream:
 
     @property
     def position(self) -> int:
-        """Where the next token goes."""
+        """Position of the next token."""
         return len(self.token_ids)
 
     @property
@@ -61,7 +61,7 @@ class _Stream:
         return self.stops.matched or bool(self.error)
 
     def push(self, token_id: int) -> str:
-        """Take the next token; return the text to show. A character belongs to the token that completes it."""
+        """Add the next token and return the text to send. A character belongs to the token that completes it."""
         self.token_ids.append(token_id)
         text = self.text.push((token_id,))
         return text if self.position <= self.min_tokens else self.stops.feed(text)
@@ -76,10 +76,10 @@ class _Stream:
 
 
 class Detokenizer(Actor[DetokenizerMessage]):
-    """Turns tokens into text and tells each client its own; tells the scheduler where a stop string ended one.
+    """The actor that decodes tokens, sends each client its text, and reports matched stop strings to the scheduler.
 
-    A new one begins with the streams that intake opens again and the tokens that the scheduler remembers. It tells
-    clients again what they have had already, which they leave aside: the same tokens give the same text.
+    A new detokenizer starts from the streams that intake opens again and the histories that the scheduler has. It
+    sends all chunks again; clients skip those they have had, since the same tokens give the same text.
     """
 
     def __init__(
@@ -87,19 +87,19 @@ class Detokenizer(Actor[DetokenizerMessage]):
         context: Context[DetokenizerMessage],
         decode: Decode,
         scheduler: Address[StopMatched | GetHistories | Closed],
-        intake: Address[IntakeNews],
+        intake: Address[ToIntake],
     ) -> None:
         self._life = context.chance.getrandbits(32)
         self._decode = decode
         self._byte_tokens = decode.byte_tokens if isinstance(decode, Decoder) else frozenset[int]()
         self._scheduler = scheduler
         self._intake = intake
-        self._streams: dict[RequestId, _Stream] = {}
+        self._streams: dict[RequestId, _TextStream] = {}
         self._has_all_streams = False
 
     @property
     def request_count(self) -> int:
-        """Requests that it still knows of."""
+        """Number of open streams."""
         return len(self._streams)
 
     def started(self) -> None:
@@ -114,13 +114,13 @@ class Detokenizer(Actor[DetokenizerMessage]):
             case RequestEnded():
                 self._end(message)
             case Histories():
-                self._recall(message)
+                self._restore(message)
             case DropStream() | RetainStreams() | IntakeStarted() | Reopened() | GetStreams():
-                self._hear_of_streams(message)
+                self._handle_streams(message)
             case _:
                 assert_never(message)
 
-    def _hear_of_streams(self, message: DropStream | RetainStreams | IntakeStarted | Reopened | GetStreams) -> None:
+    def _handle_streams(self, message: DropStream | RetainStreams | IntakeStarted | Reopened | GetStreams) -> None:
         match message:
             case DropStream(request_id):
                 self._streams.pop(request_id, None)
@@ -135,7 +135,7 @@ class Detokenizer(Actor[DetokenizerMessage]):
                     self._has_all_streams = True
                     self._scheduler.tell(GetHistories())
             case GetStreams(reply_to):
-                if self._has_all_streams:  # else it is asked again
+                if self._has_all_streams:  # otherwise intake sends `GetStreams` again after `Reopened`
                     streams = self._streams.items()
                     reply_to.tell(Streams(tuple([(request_id, tuple(each.token_ids)) for request_id, each in streams])))
             case _:
@@ -143,12 +143,12 @@ class Detokenizer(Actor[DetokenizerMessage]):
 
     def _take(self, ready: TokensReady) -> None:
         for request_id, token_id, position in zip(ready.request_ids, ready.token_ids, ready.positions, strict=True):
-            # A stream that is gone may still get the tokens of steps that were already in flight.
+            # Tokens of steps that were in flight may arrive after their stream was closed.
             stream = self._streams.get(request_id)
             if stream is not None and position == len(stream.token_ids):
                 self._push(request_id, stream, token_id)
 
-    def _recall(self, histories: Histories) -> None:
+    def _restore(self, histories: Histories) -> None:
         for request_id, token_ids in histories.live:
             self._catch_up(request_id, token_ids)
         for ended, token_ids in histories.ended:
@@ -159,21 +159,21 @@ class Detokenizer(Actor[DetokenizerMessage]):
         request_id = message.request_id
         if request_id not in self._streams:
             text = IncrementalText(self._decode, self._byte_tokens)
-            self._streams[request_id] = _Stream(message.client, text, StopMatcher(message.stop), message.min_tokens)
+            self._streams[request_id] = _TextStream(message.client, text, StopMatcher(message.stop), message.min_tokens)
         self._catch_up(request_id, message.output)
         message.reply_to.tell(Opened(request_id))
 
     def _catch_up(self, request_id: RequestId, token_ids: tuple[int, ...]) -> None:
-        """These are all its tokens so far."""
+        """Add those tokens that the stream lacks; `token_ids` is the request's history."""
         if (stream := self._streams.get(request_id)) is not None:
             for token_id in token_ids[stream.position :]:
                 self._push(request_id, stream, token_id)
                 if stream.over:
                     return
 
-    def _push(self, request_id: RequestId, stream: _Stream, token_id: int) -> None:
+    def _push(self, request_id: RequestId, stream: _TextStream, token_id: int) -> None:
         was_over = stream.over
-        if was_over:  # of which the scheduler may never have heard
+        if was_over:  # a new scheduler may not have received the first `StopMatched`
             self._scheduler.tell(StopMatched(request_id, stream.position))
             return
         position = stream.position
@@ -181,7 +181,7 @@ class Detokenizer(Actor[DetokenizerMessage]):
             text = stream.push(token_id)
         except _INTERRUPTS:
             raise
-        except BaseException as error:  # a tokenizer that fails on one request must not take the others with it
+        except BaseException as error:  # a tokenizer failure on one request must not fail the others
             stream.error = _decode_error(request_id, error)
             text = stream.stops.finish()
         stream.client.tell(Chunk(request_id, position, (token_id,), text))
@@ -192,7 +192,7 @@ class Detokenizer(Actor[DetokenizerMessage]):
         request_id = ended.request_id
         stream = self._streams.get(request_id)
         if stream is None:
-            if self._has_all_streams:  # an end that was told before, but not to everybody
+            if self._has_all_streams:  # the stream was closed before, but the scheduler lacks the confirmation
                 self._scheduler.tell(Closed((request_id,), is_ended=False))
             return
         if ended.usage.output_tokens > stream.position and not stream.over:
@@ -203,8 +203,8 @@ class Detokenizer(Actor[DetokenizerMessage]):
         self._scheduler.tell(Closed((request_id,)))
 
 
-def _finish(stream: _Stream, ended: RequestEnded) -> None:
-    """Give out the text still held back, then the end. A stop string that matched is why the request ended."""
+def _finish(stream: _TextStream, ended: RequestEnded) -> None:
+    """Send the client the text still held back, then the end. A matched stop string is the reason of the end."""
     text = ""
     if not stream.over:
         try:
@@ -216,11 +216,11 @@ def _finish(stream: _Stream, ended: RequestEnded) -> None:
             text = stream.stops.finish()
     if text:
         stream.client.tell(Chunk(ended.request_id, stream.position, (), text))
-    reason, usage, error_text = ended.reason, ended.usage, ended.error
+    reason, usage, error_text, failure = ended.reason, ended.usage, ended.error, ended.failure
     if stream.over:
         reason = FinishReason.FAILED if stream.error else FinishReason.STOP
         usage = msgspec.structs.replace(usage, output_tokens=stream.position)
-        error_text = stream.error
+        error_text, failure = stream.error, FailureCause.UNDECODABLE if stream.error else None
     stream.client.tell(
         End(
             ended.request_id,
@@ -230,6 +230,7 @@ def _finish(stream: _Stream, ended: RequestEnded) -> None:
             ended.preemptions,
             error_text,
             ended.running_seconds,
+            failure,
         )
     )
 

@@ -1,4 +1,4 @@
-"""The executor: the device and all that lives on it. Knows rows and blocks; not queues, policy or text."""
+"""The executor actor: runs steps on a device. Its messages carry rows and blocks, without queues, policy or text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Generic, Never, TypeAlias, TypeVar, assert_never
 import msgspec
 
 from cuelight.actors.executor.device import Device, DeviceLost, Pending
-from cuelight.actors.executor.phases import Phases
+from cuelight.actors.executor.options import LoadPhases
 from cuelight.kernel import Actor, Context, Worker, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.executor import ExecuteStep, ExecutorMessage, GetExecutorState
-from cuelight.messages.request import HostTier
+from cuelight.messages.request import FIRST_EXECUTOR, ExecutorId, HostTier
 from cuelight.messages.scheduler import ExecutorFailed, ExecutorLoading, ExecutorReady, StepDone, StepFailed
 
 B = TypeVar("B")
@@ -23,8 +23,8 @@ B = TypeVar("B")
 log = get_logger("cuelight.executor")
 
 
-class _Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The device is there."""
+class _DeviceLoaded(msgspec.Struct, frozen=True, tag=True):
+    """The device is loaded."""
 
     block_count: int
     block_size: int
@@ -33,25 +33,25 @@ class _Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class _PhaseBegun(msgspec.Struct, frozen=True, tag=True):
-    """The device's start has come to this phase."""
+    """Loading the device has begun a phase."""
 
     name: str
 
 
-class _LoadFailed(msgspec.Struct, frozen=True, tag=True):
-    """There will be no device."""
+class _DeviceLoadFailed(msgspec.Struct, frozen=True, tag=True):
+    """Loading the device has failed."""
 
     error: str
 
 
 class _Prepared(msgspec.Struct, frozen=True, tag=True):
-    """The step's batch is laid out, behind those of the steps before."""
+    """The step's batch is laid out and queued behind the batches of earlier steps."""
 
     step: ExecuteStep
 
 
 class _Launched(msgspec.Struct, frozen=True, tag=True):
-    """The device has the step, and those before. No `outcome`: it is still at it, and somebody must wait."""
+    """The step is enqueued on the device. `outcome` is None if the result is pending and must be read."""
 
     epoch: int
     step: int
@@ -60,34 +60,36 @@ class _Launched(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Read(msgspec.Struct, frozen=True, tag=True):
-    """What somebody waited for has come."""
+    """The outcome of a step has been read."""
 
     reply_to: Address[StepDone | StepFailed]
     outcome: StepDone | StepFailed
 
 
 class _Lost(msgspec.Struct, frozen=True, tag=True):
-    """The device is there no longer."""
+    """The device has become unusable."""
 
     error: str
 
 
-ExecutorInbox: TypeAlias = ExecutorMessage | _PhaseBegun | _Loaded | _LoadFailed | _Prepared | _Launched | _Read | _Lost
+ExecutorInbox: TypeAlias = (
+    ExecutorMessage | _PhaseBegun | _DeviceLoaded | _DeviceLoadFailed | _Prepared | _Launched | _Read | _Lost
+)
 
 
 @dataclass(frozen=True)
-class _Flight:
-    """What the device still works at for one step: its copies, then the step itself, unless that is decided."""
+class _UnreadStep:
+    """The pending copies of one step, and its pending result, or the result itself if already decided."""
 
     copies: list[Pending[None]]
     result: Pending[StepDone] | StepDone | StepFailed
 
 
 class Executor(Generic[B], Actor[ExecutorInbox]):
-    """Three threads in a row: while the device runs one step, the next one's batch is prepared and handed to it, and
-    the results of the one before are read.
+    """A pipeline of three threads: prepare the batch of the next step, run the step on the device, read its results.
 
-    The device and its batches stay with the threads; the handlers see neither, so a recorded inbox replays without.
+    Only the threads use the device and its batches; the handlers use neither, so a recorded inbox replays without a
+    device.
     """
 
     def __init__(
@@ -95,23 +97,24 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         context: Context[ExecutorInbox],
         load: Callable[[], Device[B]],
         scheduler: Address[ExecutorLoading | ExecutorReady | ExecutorFailed],
+        executor_id: ExecutorId = FIRST_EXECUTOR,
     ) -> None:
         self._load = load
         self._scheduler = scheduler
-        self._name = context.ref.name
+        self._id = executor_id
         self._clock = context.clock
         self._life = context.chance.getrandbits(32)
         self._began = 0.0
-        self._state: ExecutorLoading | ExecutorReady | ExecutorFailed = ExecutorLoading("loading the model", self._name)
+        self._state: ExecutorLoading | ExecutorReady | ExecutorFailed = ExecutorLoading("loading the model", self._id)
         self._preparing: Worker[ExecutorInbox] = context.worker("prepare")
         self._running: Worker[ExecutorInbox] = context.worker("device")
         self._reading: Worker[ExecutorInbox] = context.worker("read")
-        self._unread = 0  # steps that the reading thread has been given
+        self._unread = 0  # steps submitted to the reading thread and not yet answered
         self._device: Device[B] | None = None
         self._prepared: deque[Callable[[], StepDone | Pending[StepDone]]] = deque()
-        self._flights: deque[_Flight] = deque()
-        self._void = (-1, 0)  # epoch and number of a step that failed: what comes after it in the epoch is void
-        self._copying = False  # and still true after a copy that failed
+        self._unread_steps: deque[_UnreadStep] = deque()
+        self._void = (-1, 0)  # epoch and number of a failed step: later steps of the epoch are void
+        self._copying = False  # stays True after a copy that failed
 
     def started(self) -> None:
         self._began = self._clock.now()
@@ -142,15 +145,15 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
             case _Lost(error):
                 raise DeviceLost(error)
             case _PhaseBegun(name):
-                if isinstance(self._state, ExecutorLoading):  # the device's own thread may have been faster
-                    self._state = ExecutorLoading(f"loading the model: {name}", self._name)
+                if isinstance(self._state, ExecutorLoading):  # the device thread may have finished loading first
+                    self._state = ExecutorLoading(f"loading the model: {name}", self._id)
                     self._scheduler.tell(self._state)
-            case _Loaded(block_count, block_size, host, phases):
+            case _DeviceLoaded(block_count, block_size, host, phases):
                 seconds = self._clock.now() - self._began
-                self._state = ExecutorReady(block_count, block_size, host, self._life, seconds, self._name, phases)
+                self._state = ExecutorReady(block_count, block_size, host, self._life, seconds, self._id, phases)
                 self._scheduler.tell(self._state)
-            case _LoadFailed(error):
-                self._state = ExecutorFailed(error, self._name)
+            case _DeviceLoadFailed(error):
+                self._state = ExecutorFailed(error, self._id)
                 self._scheduler.tell(self._state)
             case GetExecutorState(reply_to):
                 reply_to.tell(self._state)
@@ -162,17 +165,17 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         if outcome is not None and not self._unread:
             step.reply_to.tell(outcome)
             return
-        self._unread += 1  # steps are answered in order, so one that is over may have to wait for those before it
+        self._unread += 1  # steps are answered in order, so a finished step waits for the unread steps before it
         self._reading.submit(
             partial(self._read, step) if outcome is None else lambda: outcome,
             done=partial(_Read, step.reply_to),
             failed=partial(self._read_failed, step),
         )
 
-    def _load_device(self) -> _Loaded:
-        """On the device thread."""
-        phases = Phases(self._phase_begun)
-        with phases.present():
+    def _load_device(self) -> _DeviceLoaded:
+        """Load the device. Runs on the device thread."""
+        phases = LoadPhases(self._phase_begun)
+        with phases.as_current():
             device = self._device = self._load()
         host = device.host
         log.info(
@@ -184,14 +187,17 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
             recompute_seconds=host.recompute_seconds,
             **phases.facts(),
         )
-        return _Loaded(device.block_count, device.block_size, host, tuple(phases.seconds.items()))
+        return _DeviceLoaded(device.block_count, device.block_size, host, tuple(phases.seconds.items()))
 
     def _phase_begun(self, name: str) -> None:
-        """On the device thread, or another one that loads. The reading thread, which has nothing to do yet, says it."""
+        """Report the phase through the reading thread, idle while loading. Runs on the thread that loads."""
         self._reading.submit(lambda: name, done=_PhaseBegun, failed=_load_failure)
 
     def _prepare(self, step: ExecuteStep) -> None:
-        """On the thread beside it. A step that cannot be prepared fails when its turn comes: its copies are due too."""
+        """Prepare the batch of a step. Runs on the preparing thread.
+
+        An error is raised later, when the step is launched, because the step's copies must be made even so.
+        """
         assert self._device is not None, "no step is sent before ExecutorReady"
         try:
             batch = self._device.prepare(step)
@@ -201,7 +207,10 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
             self._prepared.append(partial(self._device.run, batch))
 
     def _launch(self, step: ExecuteStep) -> StepDone | StepFailed | None:
-        """On the device thread. After a failed step the rest of its epoch stands on sand, and only copies blocks."""
+        """Copy the step's blocks and run its batch; None if the outcome is pending. Runs on the device thread.
+
+        After a failed step the later steps of its epoch are void: their blocks are copied, their batches dropped.
+        """
         assert self._device is not None
         run = self._prepared.popleft()
         self._copying = True
@@ -213,26 +222,29 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         except DeviceLost:
             raise
         except Exception as error:
-            result = self._fail(step, error, contents_lost=False)  # unless a copy fails too
+            result = self._fail(step, error, contents_lost=False)  # `_read` reports contents lost if a copy fails too
         if isinstance(result, StepDone | StepFailed) and not copies:
             return result
-        self._flights.append(_Flight(copies, result))
+        self._unread_steps.append(_UnreadStep(copies, result))
         return None
 
     def _launch_failed(self, step: ExecuteStep, error: Exception) -> _Launched | _Lost:
-        """On the device thread."""
+        """Convert an error of `_launch` to a message. Runs on the device thread."""
         if isinstance(error, DeviceLost):
             return _Lost(str(error))
         failed = self._fail(step, error, contents_lost=self._copying)
         return _Launched(step.epoch, step.step, step.reply_to, failed)
 
     def _read(self, step: _Launched) -> StepDone | StepFailed:
-        """On the reading thread. Whatever fails, the device is through with the step afterwards."""
-        flight = self._flights.popleft()
-        errors = [error for copies in flight.copies if (error := _error_of(copies)) is not None]
+        """Wait for the step's copies and result. Runs on the reading thread.
+
+        The device has finished the step afterwards, even if copies or the result fail.
+        """
+        unread = self._unread_steps.popleft()
+        errors = [error for copies in unread.copies if (error := _error_of(copies)) is not None]
         outcome: StepDone | StepFailed
         try:
-            outcome = flight.result if isinstance(flight.result, StepDone | StepFailed) else flight.result.wait()
+            outcome = unread.result if isinstance(unread.result, StepDone | StepFailed) else unread.result.wait()
         except DeviceLost:
             raise
         except Exception as error:
@@ -242,7 +254,7 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         return _void(step) if self._is_void(step) else outcome
 
     def _read_failed(self, step: _Launched, error: Exception) -> _Read | _Lost:
-        """On the reading thread."""
+        """Convert an error of `_read` to a message. Runs on the reading thread."""
         if isinstance(error, DeviceLost):
             return _Lost(str(error))
         return _Read(step.reply_to, self._fail(step, error, contents_lost=False))
@@ -252,7 +264,7 @@ class Executor(Generic[B], Actor[ExecutorInbox]):
         return step.epoch == epoch and step.step > number
 
     def _fail(self, step: ExecuteStep | _Launched, error: Exception, *, contents_lost: bool) -> StepFailed:
-        """On the device or the reading thread."""
+        """Void the later steps of the epoch and return the failure. Runs on the device or the reading thread."""
         self._void = (step.epoch, step.step)
         log.error("step_raised", epoch=step.epoch, step=step.step, copying=contents_lost, exc_info=error)
         is_full = isinstance(error, MemoryError)
@@ -275,7 +287,7 @@ def _raise(error: BaseException) -> Never:
     raise error
 
 
-def _load_failure(error: Exception) -> _LoadFailed:
-    """On the device thread."""
+def _load_failure(error: Exception) -> _DeviceLoadFailed:
+    """Log an error of `_load_device` and convert it to a message. Runs on the device thread."""
     log.error("load_failed", error=repr(error))
-    return _LoadFailed(str(error) or repr(error))
+    return _DeviceLoadFailed(str(error) or repr(error))

@@ -1,27 +1,32 @@
-"""The executor's rows, and one step laid out as flat arrays. Pure bookkeeping on the host: no tensors."""
+"""The executor's rows, and the batch of one step as flat arrays. Host-side bookkeeping without tensors."""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from cuelight.messages.executor import ExecuteStep, Row, RowChunk
-from cuelight.messages.request import RequestId, Sampling
+from cuelight.messages.request import NULL_BLOCK, RequestId, Sampling
+from cuelight.messages.scheduler import StepDone
 
 Ints = npt.NDArray[np.int64]
 
-NULL_BLOCK = 0
-"""Padding in block tables points here; nobody's tokens live in it."""
+NOT_FINITE: Final = "the model's logits are not finite numbers"
+"""The reason with which a row fails whose logits contain NaN or infinity."""
 
 
 @dataclass(slots=True)
 class _DeviceRow:
-    """`length` counts the row's tokens, known or being sampled; `computed` those whose K/V is, or will be, written.
+    """A request in the batch.
 
-    The block table is there twice: `blocks` to look one up, and `block_ids`, perhaps with padding behind, for many.
+    `length` counts the row's tokens, known or being sampled; `computed` counts the tokens whose K/V is, or will be,
+    written. The block table is stored twice: as `blocks`, a list for single lookups, and as `block_ids`, an array that
+    may have padding at its end, for vectorized ones.
     """
 
     slot: int
@@ -34,7 +39,7 @@ class _DeviceRow:
     sampling: Sampling
 
     def extend(self, block_ids: tuple[int, ...]) -> None:
-        """What is in the table stays as it is, so batches may go on looking at it."""
+        """Append to the block table. Existing entries are not changed, so batches may keep views of `block_ids`."""
         count = len(self.blocks)
         self.blocks.extend(block_ids)
         if len(self.blocks) > len(self.block_ids):
@@ -44,10 +49,11 @@ class _DeviceRow:
         self.block_ids[count : len(self.blocks)] = block_ids
 
 
-# The next two might be frozen, but there is one for each row of each step, and that takes three times as long.
+# The next two are not frozen: one of each is created per row and step, and creating a frozen one takes three times as
+# long.
 @dataclass(slots=True)
-class Sequence:
-    """One chunk in the batch: tokens `start:stop` of the flat batch end at `context_length` tokens of its row."""
+class BatchChunk:
+    """A chunk in the batch: tokens `start:stop` of the flat batch, up to token `context_length` of its row."""
 
     start: int
     stop: int
@@ -56,8 +62,8 @@ class Sequence:
 
 
 @dataclass(slots=True)
-class Draw:
-    """One row that samples: from the logits of flat token `index`, the token at `position` of its text."""
+class SamplingRow:
+    """A row that samples: the token at `position` of its text, from the logits of flat token `index`."""
 
     request_id: RequestId
     slot: int
@@ -69,12 +75,12 @@ class Draw:
 
 @dataclass
 class Batch:
-    """One step as a flat "super sequence" of T tokens.
+    """One step as a flat sequence of the T tokens of all its chunks.
 
-    `token_ids`, `positions`, `blocks` and `offsets` have shape [T]: what to compute, where in its row it stands, and
-    which slot of which block takes its K/V. Tokens listed in `fed` (flat indices) come from the device instead, from
-    the rows in `fed_slots`. The rows in `freed_slots` belong to nobody once the steps before are done, or to a row that
-    enters with this step.
+    `token_ids`, `positions`, `blocks` and `offsets` have shape [T]: the tokens to compute, their positions in their
+    rows, and the block and the slot within it that take their K/V. The tokens at the flat indices `fed` are read on the
+    device instead, from the slots `fed_slots`. The slots `freed_slots` are free once the steps before are done, or are
+    taken by rows that enter with this step.
     """
 
     epoch: int
@@ -85,13 +91,24 @@ class Batch:
     offsets: Ints
     fed: list[int] = field(default_factory=list)
     fed_slots: list[int] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
-    draws: list[Draw] = field(default_factory=list)
+    chunks: list[BatchChunk] = field(default_factory=list)
+    sampling_rows: list[SamplingRow] = field(default_factory=list)
     freed_slots: list[int] = field(default_factory=list)
 
+    def done(self, token_ids: Sequence[int]) -> StepDone:
+        """Return the answer to the step. `token_ids` has a token for each of `sampling_rows`, negative if it failed."""
+        sampled = [(row.request_id, token_id) for row, token_id in zip(self.sampling_rows, token_ids, strict=True)]
+        return StepDone(
+            self.epoch,
+            self.step,
+            tuple([request_id for request_id, token_id in sampled if token_id >= 0]),
+            tuple([token_id for _, token_id in sampled if token_id >= 0]),
+            tuple([(request_id, NOT_FINITE) for request_id, token_id in sampled if token_id < 0]),
+        )
 
-class Rows:
-    """The requests in the device's batch, each in a slot of its own."""
+
+class DeviceRows:
+    """The rows of the executor, each in a slot of its own."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -101,7 +118,7 @@ class Rows:
         self._epoch = 0
 
     def prepare(self, step: ExecuteStep) -> Batch:
-        """Apply what changed and lay out the step's chunks, in the order given."""
+        """Apply the step's changes to the rows and lay out its chunks, in their order."""
         freed_slots = self._apply(step)
         total = sum(chunk.token_count for chunk in step.chunks)
         shape = (4, total)
@@ -114,7 +131,7 @@ class Rows:
         return batch
 
     def _apply(self, step: ExecuteStep) -> list[int]:
-        """The slots that are freed."""
+        """Apply the step's changes to the rows and return the slots that they free."""
         freed: list[int] = []
         if step.epoch != self._epoch:
             self._epoch = step.epoch
@@ -123,7 +140,7 @@ class Rows:
             self._free_slots.clear()
             self._slot_count = 0
         for request_id in step.ended:
-            # Steps run in order, so a slot may be taken over by the very step that frees it.
+            # Steps run in order, so a row that enters with this step may take the slot.
             freed.append(self._rows.pop(request_id).slot)
             heapq.heappush(self._free_slots, freed[-1])
         for row in step.rows:
@@ -151,9 +168,9 @@ class Rows:
         )
 
     def _lay_out_tokens(self, batch: Batch, chunks: tuple[RowChunk, ...]) -> int:
-        """The first chunks, as long as they are of one token; how many they are.
+        """Lay out the leading chunks of a single token and return how many they are.
 
-        In most steps these are all, and they are many: so numbers are put into lists, and those into arrays at once.
+        In most steps these are all chunks, so values are collected in lists and written to the arrays at once.
         """
         token_ids: list[int] = []
         positions: list[int] = []
@@ -165,7 +182,7 @@ class Rows:
             position = row.computed
             token_ids.append(int(row.known[position]) if position < len(row.known) else 0)
             positions.append(position)
-            self._take(batch, chunk, row, start)  # which looks whether there is such a block
+            self._take(batch, chunk, row, start)  # checks that the block exists
             blocks.append(row.blocks[position // self._block_size])
         count = len(positions)
         batch.token_ids[:count], batch.positions[:count], batch.blocks[:count] = token_ids, positions, blocks
@@ -184,24 +201,26 @@ class Rows:
         batch.offsets[start:stop] = positions % self._block_size
 
     def _take(self, batch: Batch, chunk: RowChunk, row: _DeviceRow, start: int) -> None:
-        """The row's next tokens are the batch's, from `start` on."""
+        """Add the row's next tokens to the batch from flat index `start`, and the row to those that sample if due."""
         begin, stop = row.computed, start + chunk.token_count
         end = begin + chunk.token_count
         assert end <= row.length, "a chunk computes tokens that exist"
         assert end <= len(row.blocks) * self._block_size, "the block table covers the chunk"
         if end > len(row.known):
-            # Sampled tokens are known to the device alone, which keeps the newest.
+            # Only the device has sampled tokens, and only the newest of each row.
             assert end == row.length and end - max(begin, len(row.known)) == 1, "one sampled token at a time"
             batch.fed.append(stop - 1)
             batch.fed_slots.append(row.slot)
-        batch.sequences.append(Sequence(start, stop, end, row.block_ids[: -(-end // self._block_size)]))
+        batch.chunks.append(BatchChunk(start, stop, end, row.block_ids[: -(-end // self._block_size)]))
         row.computed = end
         if end == row.length:
             output_index = end - row.prompt_tokens
-            batch.draws.append(Draw(chunk.request_id, row.slot, stop - 1, end, output_index, row.sampling))
+            batch.sampling_rows.append(
+                SamplingRow(chunk.request_id, row.slot, stop - 1, end, output_index, row.sampling)
+            )
             row.length += 1
 
     @property
     def slot_count(self) -> int:
-        """How many slots have been in use at once in this epoch."""
+        """The largest number of slots in use at once in this epoch."""
         return self._slot_count

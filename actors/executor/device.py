@@ -1,4 +1,4 @@
-"""What the executor actor drives: something that prepares a step's batch and then runs it."""
+"""The device protocol: prepare the batch of a step, copy blocks, run the batch."""
 
 from __future__ import annotations
 
@@ -13,46 +13,49 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Pending(Protocol[R_co]):
-    """Work that a device has taken on and goes on with by itself."""
+    """Work that a device computes asynchronously."""
 
     def wait(self) -> R_co:
-        """Block until it is done; its result. Raises what the work raised. Called once."""
+        """Block until the work is done and return its result. Raises the error of the work. Called once."""
 
 
 class DeviceLost(Exception):
-    """Nothing more can be computed on this device, nor with what it holds: only a new executor can."""
+    """The device and its memory have become unusable; only a new executor can continue."""
 
 
 class Device(Protocol[B]):
-    """Steps are prepared in order on one thread, run in the same order on another, and waited for, where there is
-    something to wait for, in the same order on a third; so all three may overlap.
+    """A device that the executor drives from three threads.
 
-    `prepare` alone touches what it needs of the rows; `copy` and `run` alone give the device work, on one thread. A
-    device that computes while they are called answers with the result; one that works by itself with what is pending,
-    and then it can be given the next step before this one is done.
+    Steps are prepared on the first thread, run on the second, and pending results awaited on the third, each in the
+    order of the steps, so the three may overlap. Only `prepare` reads and writes the state of the rows; only `copy` and
+    `run` enqueue work on the device. A synchronous device returns results from `copy` and `run`; an asynchronous one
+    returns `Pending` and accepts the next step before this one is done.
     """
 
     @property
     def block_count(self) -> int:
-        """Blocks in the KV pool, the null block (id 0) included."""
+        """Number of blocks in the KV pool, including the null block (id 0)."""
 
     @property
     def block_size(self) -> int:
-        """Token slots per block."""
+        """Number of token slots per block."""
 
     @property
     def host(self) -> HostTier:
-        """Host memory for blocks that leave the pool, ids 0 to `block_count - 1`, and what its use costs."""
+        """Host memory for blocks that leave the pool, with ids 0 to `block_count - 1`, and the cost of using it."""
 
     def prepare(self, step: ExecuteStep) -> B:
-        """Apply the step's changes to the rows and lay out its batch. Does not depend on sampled tokens."""
+        """Apply the step's changes to the rows and lay out its batch, without reading any sampled token."""
 
     def copy(self, copies: BlockCopies) -> Pending[None] | None:
-        """Copy whole blocks. Called before `run` of the step that carries the copies, also if that step is not run."""
+        """Copy whole blocks.
+
+        Called before `run` of the step that carries the copies, and also if that step is never run.
+        """
 
     def run(self, batch: B) -> StepDone | Pending[StepDone]:
-        """Compute the batch and sample from it. A batch that was prepared may also be dropped, if its step is void.
+        """Compute the batch and sample from it. A prepared batch whose step is void is dropped instead of run.
 
-        It, or what waits for its result, raises DeviceLost where no later step can work either, and MemoryError where a
-        smaller one may.
+        This method, or `Pending.wait` of its result, raises DeviceLost if no later step can succeed either, and
+        MemoryError if a smaller step may.
         """

@@ -1,6 +1,6 @@
-"""Chooses who decodes: the native decoder where it can, else the model as transformers defines it.
+"""Choice of the decoder: the native decoder if it supports the model and device, else transformers on torch.
 
-Imports torch only where it cannot do without.
+torch is imported only if the native decoder is not used.
 """
 
 from __future__ import annotations
@@ -8,38 +8,37 @@ from __future__ import annotations
 from cuelight.actors.executor.batch import Batch
 from cuelight.actors.executor.device import Device
 from cuelight.actors.executor.native import loading as native
-from cuelight.actors.executor.options import CannotLoad, LoadOptions, may_have_gpu
-from cuelight.actors.executor.phases import phases_of_start
+from cuelight.actors.executor.options import CannotLoad, LoadOptions, current_phases, may_have_gpu
 from cuelight.kernel import get_logger
 
 log = get_logger("cuelight.executor")
 
 
 def load_device(options: LoadOptions) -> Device[Batch]:
-    """The model on its device, with the fastest decoder that serves it there. Blocks. Raises CannotLoad."""
-    wanted = _what_is_native(options)
-    # Backends of attention are the other decoder's: whoever asks for one asks for that.
+    """Load the model onto its device, with the fastest decoder that supports it there. Blocks. Raises CannotLoad."""
+    native_option = _native_option(options)
+    # Only the transformers decoder has attention backends, so naming a backend selects that decoder.
     is_other = options.decoder == "transformers" or options.attention != "auto"
-    if wanted and is_other:
+    if native_option and is_other:
         other = "decoder 'transformers'" if options.attention == "auto" else f"attention {options.attention!r}"
-        raise CannotLoad(f"{wanted} needs the native decoder, not {other}")
+        raise CannotLoad(f"{native_option} needs the native decoder, not {other}")
     if not is_other and _is_cpu(options.device):
         try:
             return native.load(options)
         except native.Unsuitable as reason:
-            if wanted:
+            if native_option:
                 raise CannotLoad(f"the native decoder cannot serve this model: {reason}") from reason
             log.warning("native_decoder_unsuitable", instead="transformers", reason=str(reason))
-    elif wanted:
-        raise CannotLoad(f"{wanted} runs on the CPU only: give device='cpu', not {options.device!r}")
-    with phases_of_start(options.now)("imports"):
+    elif native_option:
+        raise CannotLoad(f"{native_option} runs on the CPU only: give device='cpu', not {options.device!r}")
+    with current_phases(options.now)("imports"):
         from cuelight.actors.executor.runner import load_runner
 
     return load_runner(options)
 
 
-def _what_is_native(options: LoadOptions) -> str:
-    """What is asked for that only the native decoder has, in words, if anything."""
+def _native_option(options: LoadOptions) -> str:
+    """Return an option that only the native decoder supports, with its value, or "" if none is set."""
     if options.quantization == "int4":
         return "quantization 'int4'"
     if options.kv_cache_dtype != "auto":

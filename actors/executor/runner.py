@@ -1,7 +1,7 @@
-"""The device with a real model on it: the transformers forward over one flat batch, and sampling.
+"""The torch device: the forward pass of a transformers model over one flat batch, and sampling.
 
-What a step needs goes to the device beforehand, on one way; its tokens come back behind it, on another. Between them
-the device computes one step after the other, and nobody on the host waits for it but who reads the tokens.
+Each step uses three streams: its arrays are sent to the device on `prepare`, it is computed on `compute`, and its
+tokens are fetched on `read`. The only thread that waits for the device is the thread that reads the tokens.
 """
 
 from __future__ import annotations
@@ -18,107 +18,106 @@ from typing import assert_never
 import numpy as np
 import torch
 
-from cuelight.actors.executor.batch import Batch, Ints, Rows
+from cuelight.actors.executor.batch import Batch, DeviceRows, Ints
 from cuelight.actors.executor.device import DeviceLost
 from cuelight.actors.executor.model.attention import Attention, attending
 from cuelight.actors.executor.model.graphs import (
     SIZES,
+    AttentionPlan,
     Capture,
     CudaGraphs,
     DecodeGraphs,
-    Plan,
     PlanningBackend,
     sizes_up_to,
 )
 from cuelight.actors.executor.model.loading import LoadedModel, load
 from cuelight.actors.executor.model.sampling import SamplingPlan, choose
-from cuelight.actors.executor.options import LoadOptions
-from cuelight.actors.executor.phases import phases_of_start
-from cuelight.actors.executor.staging import Numbers, Staging, StagingPool
-from cuelight.actors.executor.stream import Event, Streams, ThreadStream
+from cuelight.actors.executor.options import LoadOptions, current_phases
+from cuelight.actors.executor.streams import DeviceEvent, DeviceStreams, Numbers, Staging, StagingPool, ThreadStream
 from cuelight.kernel import get_logger
 from cuelight.messages.executor import ExecuteStep
-from cuelight.messages.request import BlockCopies, CopyKind, HostTier, RequestId
+from cuelight.messages.request import BlockCopies, CopyKind, HostTier
 from cuelight.messages.scheduler import StepDone
 
 log = get_logger("cuelight.executor")
 
-NOT_FINITE = "the model's logits are not finite numbers"
 POISON = -1
-"""With `debug_poison`, the last token of a row that belongs to nobody."""
+"""With `debug_poison`, the last token in a free slot."""
 
 DEBUG_VARIABLE = "CUELIGHT_DEBUG_POISON"
-"""Set in the environment, it turns `debug_poison` on."""
+"""Environment variable that turns `debug_poison` on."""
 
 
 @dataclass(kw_only=True)
 class ModelBatch(Batch):
-    """A step's batch, with what has been laid out for the device and, once `moved`, is there.
+    """A step's batch with its arrays in `staging`, which are on the device after the event `moved`.
 
-    The arrays lie in `staging`. Slots are below `slot_count`. `size` is that of the graph that the step is padded for;
-    None if it runs without. A backend that does not plan makes its `attention` in one go.
+    Slots are below `slot_count`. `size` is the size of the graph that the step is padded for; None if it runs without a
+    graph. A planning backend sets `plan`, any other backend `attention`.
     """
 
     staging: Staging
     sampling: SamplingPlan
     slot_count: int
-    plan: Plan | None = None
+    plan: AttentionPlan | None = None
     size: int | None = None
     attention: Attention | None = None
-    moved: Event | None = None
+    moved: DeviceEvent | None = None
 
 
 class ModelRunner:
-    """Prepares batches of rows and runs them.
+    """A device that prepares batches and runs them with torch.
 
-    Sampled tokens stay on the device in `_last_tokens`, by slot, and feed the next step from there. Another row takes a
-    slot over without a wait: all that reads and writes its token is in one stream.
+    Sampled tokens stay on the device in `_last_tokens`, indexed by slot, and feed the next step from there. A slot can
+    be reused by another row without waiting, because its token is read and written in a single stream.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
-        streams: Streams | None = None,
+        streams: DeviceStreams | None = None,
         graphs: DecodeGraphs | None = None,
         *,
         debug_poison: bool | None = None,
     ) -> None:
-        """Without `streams`, those that the device is best served by. With `debug_poison`, a step that is fed the token
-        of a row that belongs to nobody fails, at some cost to each; by default as the environment says.
+        """Use the best streams for the device if `streams` is None.
+
+        With `debug_poison`, a step that reads the token of a free slot fails, at some cost to every step; by default
+        the environment variable decides.
         """
         self._loaded = loaded
         self._planning = loaded.backend if isinstance(loaded.backend, PlanningBackend) else None
         self._streams = streams or _streams(loaded.device)
         self._graphs = graphs
         self._debugs = DEBUG_VARIABLE in os.environ if debug_poison is None else debug_poison
-        self._rows = Rows(loaded.pool.block_size)
+        self._rows = DeviceRows(loaded.pool.block_size)
         self._staging = StagingPool(loaded.device, is_shared=self._streams.prepare is None)
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=loaded.device)
 
     @property
     def block_count(self) -> int:
-        """Blocks in the KV pool, the null block included."""
+        """Number of blocks in the KV pool, including the null block."""
         return self._loaded.pool.block_count
 
     @property
     def block_size(self) -> int:
-        """Token slots per block."""
+        """Number of token slots per block."""
         return self._loaded.pool.block_size
 
     @property
     def host(self) -> HostTier:
-        """Host memory for blocks that leave the pool, and what its use costs."""
+        """Host memory for blocks that leave the pool, and the cost of using it."""
         return self._loaded.host_tier
 
     def warm_up(self) -> None:
-        """Capture graphs of all sizes, if there are graphs. Blocks. Before the first step."""
+        """Capture graphs of all sizes, if graphs are in use. Call before the first step. Blocks."""
         if self._graphs is not None:
             self._streams.compute.enqueue(torch.inference_mode()(self._graphs.warm_up))
             self._streams.compute.record().wait()
 
     def prepare(self, step: ExecuteStep) -> Batch:
-        """Lay out one step on the host, and send it to the device."""
-        with _told_apart():
+        """Lay out one step on the host and send its arrays to the device."""
+        with _typed_failures():
             return self._prepare(step)
 
     def _prepare(self, step: ExecuteStep) -> ModelBatch:
@@ -127,7 +126,7 @@ class ModelRunner:
         prepared = ModelBatch(
             **vars(batch),
             staging=self._staging.take(),
-            sampling=SamplingPlan.of(batch.draws, self._loaded.eos_token_ids),
+            sampling=SamplingPlan.of(batch.sampling_rows, self._loaded.eos_token_ids),
             slot_count=max(self._rows.slot_count, 1 + max(batch.freed_slots, default=-1)),
             plan=None if self._planning is None else self._planning.plan(batch, size),
             size=size,
@@ -136,13 +135,14 @@ class ModelRunner:
         arrays.update(prepared.sampling.arrays)
         if prepared.plan is not None:
             arrays["attention"] = prepared.plan.numbers
-        prepared.staging.fill(arrays, len(batch.draws) + self._debugs)
+        prepared.staging.fill(arrays, len(batch.sampling_rows) + self._debugs)
         self._send(prepared)
         return prepared
 
     def _send(self, batch: ModelBatch) -> None:
         def attend() -> None:
-            # Kept until the step is over, since the memory is this stream's and another one reads it.
+            # The batch holds the attention until the step is done: its memory belongs to this stream, and another
+            # stream reads it.
             batch.attention = self._loaded.attention(batch)
 
         stream = self._streams.prepare
@@ -152,12 +152,10 @@ class ModelRunner:
             stream.enqueue(attend)
         batch.moved = batch.staging.send(stream)
 
-    def copy(self, copies: BlockCopies) -> Event:
-        """Copy whole blocks, before what is computed later."""
-        assert copies.copying is CopyKind.FORK or self._loaded.host is not None, (
-            "blocks are moved only where there is memory for them"
-        )
-        with _told_apart():
+    def copy(self, copies: BlockCopies) -> DeviceEvent:
+        """Enqueue the copies of whole blocks in the compute stream, ahead of later steps."""
+        assert copies.copying is CopyKind.FORK or self._loaded.host is not None, "saving and loading need host memory"
+        with _typed_failures():
             self._streams.compute.enqueue(partial(self._copy, copies))
         return self._streams.compute.record()
 
@@ -176,37 +174,37 @@ class ModelRunner:
             case _:
                 assert_never(copies.copying)
 
-    def run(self, batch: Batch) -> Flight:
-        """One forward pass and one sampled token for each row that reached its end. Waits for nothing."""
+    def run(self, batch: Batch) -> PendingStep:
+        """Enqueue one forward pass, and the sampling of a token for each row that reaches its end. Does not block."""
         assert isinstance(batch, ModelBatch), "batches come from `prepare`"
         compute, staging = self._streams.compute, batch.staging
         if batch.moved is not None:
             compute.follow(batch.moved)
-        with _told_apart():
+        with _typed_failures():
             compute.enqueue(partial(self._compute, batch))
         computed = compute.record()
         fetched = staging.fetch(self._streams.read, computed)
         events = [event for event in (batch.moved, computed, fetched) if event is not None]
-        return Flight(batch, events, self._staging)
+        return PendingStep(batch, events, self._staging)
 
     @torch.inference_mode()
     def _compute(self, batch: ModelBatch) -> None:
-        """In the computing stream."""
+        """Compute the step. Runs in the compute stream."""
         self._make_room(batch.slot_count)
-        on_device, draws = batch.staging.on_device, len(batch.draws)
+        on_device, samples = batch.staging.on_device, len(batch.sampling_rows)
         results = batch.staging.results()
         if self._debugs and batch.freed_slots:
             self._last_tokens.index_fill_(0, on_device("freed slots"), POISON)
         if batch.fed:
             self._feed(batch, results)
         elif self._debugs:
-            results[draws:].zero_()
+            results[samples:].zero_()
         logits = self._forward(batch)
-        if draws:
+        if samples:
             token_ids = choose(logits, batch.sampling, on_device)
-            results[:draws].copy_(token_ids)
-            # A row without a usable token is ended by the scheduler; until then any valid id will do.
-            self._last_tokens.index_copy_(0, on_device("drawn slots"), token_ids.clamp_(min=0))
+            results[:samples].copy_(token_ids)
+            # The scheduler ends a row without a valid token (negative id); until then the row computes token 0.
+            self._last_tokens.index_copy_(0, on_device("sampled slots"), token_ids.clamp_(min=0))
 
     def _feed(self, batch: ModelBatch, results: torch.Tensor) -> None:
         fed = self._last_tokens.index_select(0, batch.staging.on_device("fed slots"))
@@ -216,19 +214,19 @@ class ModelRunner:
         batch.staging.on_device("token ids").index_copy_(0, batch.staging.on_device("fed"), fed)
 
     def _forward(self, batch: ModelBatch) -> torch.Tensor:
-        """Logits [draws, vocabulary] of the tokens to sample after; of none when every chunk is partial (rule 8)."""
+        """Return logits [samples, vocabulary] of the rows that sample; partial chunks have none (`partial-chunk`)."""
         on_device = batch.staging.on_device
         token_ids, positions = on_device("token ids"), on_device("positions")
         if batch.size is not None:
-            assert self._graphs is not None and batch.plan is not None, "who padded the step has graphs"
+            assert self._graphs is not None and batch.plan is not None, "only a step for a graph is padded"
             return self._graphs.run(batch.plan.key, batch.size, token_ids, positions, on_device("attention"))
         with attending(self._attention(batch)):
-            return self._loaded.forward(token_ids[None], positions[None], on_device("drawn"))
+            return self._loaded.forward(token_ids[None], positions[None], on_device("sampled"))
 
     def _attention(self, batch: ModelBatch) -> Attention:
         if batch.attention is not None:
             return batch.attention
-        assert self._planning is not None and batch.plan is not None, "who does not plan has made it"
+        assert self._planning is not None and batch.plan is not None, "a backend that does not plan has set `attention`"
         return self._planning.bind(self._loaded.pool, batch.plan.key, batch.staging.on_device("attention"))
 
     def _make_room(self, slot_count: int) -> None:
@@ -238,14 +236,14 @@ class ModelRunner:
             self._last_tokens = torch.cat([self._last_tokens, fresh])
 
 
-class Flight:
-    """A step on its way through the device."""
+class PendingStep:
+    """The pending result of a step on the device."""
 
-    def __init__(self, batch: ModelBatch, events: list[Event], staging: StagingPool) -> None:
+    def __init__(self, batch: ModelBatch, events: list[DeviceEvent], staging: StagingPool) -> None:
         self._batch, self._events, self._staging = batch, events, staging
 
     def wait(self) -> StepDone:
-        """As `Pending.wait`: until the tokens are on the host, and the device is through with the step."""
+        """Block until the device has finished the step and its tokens are on the host; as `Pending.wait`."""
         error: BaseException | None = None
         for event in self._events:
             try:
@@ -256,59 +254,46 @@ class Flight:
         results = [] if error else batch.staging.fetched()
         self._staging.give_back(batch.staging)
         if error is not None:
-            with _told_apart():
+            with _typed_failures():
                 raise error
-        assert len(results) == len(batch.draws) or results.pop() == 0, "no step is fed a token of a row that is gone"
-        return _done(batch, results)
+        assert len(results) == len(batch.sampling_rows) or results.pop() == 0, "no step reads the token of a free slot"
+        return batch.done(results)
 
 
 @contextmanager
-def _told_apart() -> Iterator[None]:
-    """What torch raises, as the kinds of failure that a device knows of."""
+def _typed_failures() -> Iterator[None]:
+    """Convert torch's errors to those of the `Device` protocol: MemoryError and DeviceLost."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise MemoryError(str(error)) from error
-    except torch.AcceleratorError as error:  # whatever is asked of this process's device from now on fails as well
+    except torch.AcceleratorError as error:  # every later call on this process's device fails, too
         raise DeviceLost(str(error)) from error
 
 
-def _done(batch: Batch, token_ids: list[int]) -> StepDone:
-    request_ids: list[RequestId] = []
-    good: list[int] = []
-    failed: list[tuple[RequestId, str]] = []
-    for draw, token_id in zip(batch.draws, token_ids, strict=True):
-        if token_id < 0:
-            failed.append((draw.request_id, NOT_FINITE))
-        else:
-            request_ids.append(draw.request_id)
-            good.append(token_id)
-    return StepDone(batch.epoch, batch.step, tuple(request_ids), tuple(good), tuple(failed))
-
-
 def _slots(batch: Batch) -> dict[str, Ints]:
-    """Which tokens and rows the step is about, for the device."""
+    """Return the index arrays of the step: flat indices of its tokens, and slots of its rows."""
     return {
         "fed": np.array(batch.fed, np.int64),
         "fed slots": np.array(batch.fed_slots, np.int64),
-        "drawn": np.array([draw.index for draw in batch.draws], np.int64),
-        "drawn slots": np.array([draw.slot for draw in batch.draws], np.int64),
+        "sampled": np.array([row.index for row in batch.sampling_rows], np.int64),
+        "sampled slots": np.array([row.slot for row in batch.sampling_rows], np.int64),
         "freed slots": np.array(batch.freed_slots, np.int64),
     }
 
 
-def _streams(device: torch.device, compute: ThreadStream | None = None) -> Streams:
+def _streams(device: torch.device, compute: ThreadStream | None = None) -> DeviceStreams:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # what has been loaded so far was loaded in another stream
-        return Streams.cuda(device)
+        torch.cuda.synchronize(device)  # the model was loaded in another stream
+        return DeviceStreams.cuda(device)
     compute = compute or ThreadStream("cuelight compute")
     if device.type == "cpu":
-        return Streams(compute)
-    return Streams(compute, ThreadStream("cuelight prepare"), ThreadStream("cuelight read"))
+        return DeviceStreams(compute)
+    return DeviceStreams(compute, ThreadStream("cuelight prepare"), ThreadStream("cuelight read"))
 
 
 def graphs_of(loaded: LoadedModel, capture: Capture, sizes: Sequence[int] = SIZES) -> DecodeGraphs | None:
-    """Graphs of decode steps with so many rows; None where the attention backend takes no part."""
+    """Return graphs of decode steps with `sizes` rows; None if the attention backend does not plan."""
     if not isinstance(loaded.backend, PlanningBackend):
         return None
     weights = dict(chain(loaded.model.named_parameters(), loaded.model.named_buffers()))
@@ -318,12 +303,12 @@ def graphs_of(loaded: LoadedModel, capture: Capture, sizes: Sequence[int] = SIZE
 
 
 def load_runner(options: LoadOptions) -> ModelRunner:
-    """The model on its device, ready to run. Raises CannotLoad."""
-    # On the CPU the thread that loads is the one that computes: each that ever does gets a team of threads, and these
-    # would be in each other's way.
+    """Load the model onto its device, ready to run. Blocks. Raises CannotLoad."""
+    # On the CPU the same thread loads and computes: torch starts a thread pool for each thread that computes, and two
+    # pools would compete for the cores.
     stream = ThreadStream("cuelight compute")
     try:
-        loaded = stream.call(partial(copy_context().run, load, options))  # so that its phases are told
+        loaded = stream.call(partial(copy_context().run, load, options))  # in this context, which has the load phases
     except BaseException:
         stream.close()
         raise
@@ -335,7 +320,7 @@ def load_runner(options: LoadOptions) -> ModelRunner:
         graphs = graphs_of(loaded, CudaGraphs(), sizes_up_to(min(options.running_max, options.token_budget)))
     runner = ModelRunner(loaded, graphs=graphs)
     reserved = torch.cuda.memory_reserved(loaded.device)
-    phases = phases_of_start(options.now)
+    phases = current_phases(options.now)
     with phases("graphs"):
         runner.warm_up()
     log.info(

@@ -1,4 +1,4 @@
-"""An executor without weights, for tests, simulations and readers without time to load a model."""
+"""A device without weights, for tests, simulations and examples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, assert_never
 
 from cuelight.messages.executor import ExecuteStep, Row
-from cuelight.messages.request import BlockCopies, CopyKind, HostTier, RequestId
+from cuelight.messages.request import NULL_BLOCK, BlockCopies, CopyKind, HostTier, RequestId
 from cuelight.messages.scheduler import StepDone
 
 _LETTERS: Final = b"etaoin shrdlu cmfwyp "
@@ -23,31 +23,31 @@ class _StubRow:
 
 @dataclass(frozen=True)
 class StubBatch:
-    """A step together with the rows whose chunks reach their last token, so that they sample."""
+    """The batch of the stub: the step itself."""
 
     step: ExecuteStep
 
 
 def hashed_token(token_ids: Sequence[int], vocab_size: int) -> int:
-    """The next token as a pure function of all tokens before it."""
+    """Return the next token as a pure function of all tokens before it, below `vocab_size`."""
     digest = hashlib.blake2b(b",".join(str(token).encode() for token in token_ids), digest_size=8).digest()
     return int.from_bytes(digest, "little") % vocab_size
 
 
 def next_letter(token_ids: Sequence[int]) -> int:
-    """A letter or a space: a pure function of all tokens before it."""
+    """Return the code of a letter or a space, as a pure function of all tokens before it."""
     return _LETTERS[hashed_token(token_ids, len(_LETTERS))]
 
 
 def stub_host(block_count: int) -> HostTier:
-    """Host memory of so many blocks, in which it always pays to keep them: moving costs nothing."""
+    """Return a host tier of `block_count` blocks that are always worth saving: moving them costs nothing."""
     return HostTier(block_count, move_seconds=0.0, recompute_seconds=1.0) if block_count else HostTier()
 
 
 class StubDevice:
-    """Keeps the tokens that each KV slot would stand for, so a wrong block table or copy gives wrong tokens.
+    """A device that stores tokens in KV slots, in place of their K/V, so a wrong block table or copy is detected.
 
-    The next token is `next_token(all tokens read back through the block table)`: the slots are written chunk by chunk,
+    The next token is `next_token(all tokens read back through the block table)`: slots are written chunk by chunk,
     shared through the prefix cache and reused, exactly as K/V would be.
     """
 
@@ -69,11 +69,11 @@ class StubDevice:
         self.steps = 0
 
     def prepare(self, step: ExecuteStep) -> StubBatch:
-        """Nothing to lay out: rows change in `run`, in the same order."""
+        """Return the step as the batch; `run` applies its changes to the rows."""
         return StubBatch(step)
 
     def copy(self, copies: BlockCopies) -> None:
-        """Copy what the slots of whole blocks hold."""
+        """Copy the slots of whole blocks."""
         match copies.copying:
             case CopyKind.SAVE:
                 self._copy(copies, self._slots, self._host_slots)
@@ -91,13 +91,13 @@ class StubDevice:
             written[self._block(target, written)] = read[self._block(source, read)]
 
     def _block(self, block_id: int, slots: list[int | None]) -> slice:
-        assert block_id != 0 or slots is self._host_slots, "the null block belongs to nobody"
+        assert block_id != NULL_BLOCK or slots is self._host_slots, "the null block is never copied"
         start = block_id * self.block_size
         assert 0 <= start < len(slots), "the block exists"
         return slice(start, start + self.block_size)
 
     def run(self, batch: StubBatch) -> StepDone:
-        """Write each chunk's tokens into its slots and sample where a chunk reaches the end of its row."""
+        """Write each chunk's tokens into their slots, and sample for each chunk that reaches the end of its row."""
         step = batch.step
         self.steps += 1
         self._apply(step)
@@ -134,7 +134,7 @@ class StubDevice:
 
     def _slot(self, row: _StubRow, position: int) -> int:
         block_id = row.block_ids[position // self.block_size]
-        assert block_id != 0, "the null block belongs to nobody"
+        assert block_id != NULL_BLOCK, "the null block holds no token of a row"
         return block_id * self.block_size + position % self.block_size
 
     def _read(self, row: _StubRow) -> list[int]:

@@ -1,1 +1,1 @@
-"""Intake: every request is validated, tokenized and counted here before anyone else hears of it."""
+"""Intake: validates, tokenizes and counts each request before the other actors receive it."""

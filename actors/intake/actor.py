@@ -1,6 +1,6 @@
-"""Intake: whether a request is served at all. Owns admission and the ledger of live requests.
+"""The intake actor: accepts or rejects each request. Owns the queue limit and the ledger of live requests.
 
-Knows nothing of blocks, tensors or output text.
+Blocks and the order of service are the scheduler's; output text is the detokenizer's.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from typing import Final, Protocol, TypeAlias, assert_never
 
 import msgspec
 
-from cuelight.actors.intake.departures import DepartureRate
-from cuelight.actors.intake.ledger import Ledger, Live, Stage
-from cuelight.actors.intake.limits import Limits, check_room
-from cuelight.actors.intake.prompts import check_token_ids, parse_prompt, text_length
-from cuelight.actors.intake.refusal import Refused
-from cuelight.actors.intake.service import check_service
-from cuelight.actors.intake.validation import check_sampling
+from cuelight.actors.intake.admission import AdmissionLimits, CompletionRate, check_room
+from cuelight.actors.intake.errors import Refused
+from cuelight.actors.intake.ledger import Ledger, LiveRequest, RequestStage
+from cuelight.actors.intake.parsing import check_stop_tokens, check_tenant, check_token_ids, text_length
 from cuelight.kernel import Actor, Context, get_logger
 from cuelight.messages.address import Address
 from cuelight.messages.client import Accepted, ClientMessage, Rejected
@@ -37,32 +34,33 @@ from cuelight.messages.intake import (
     Submit,
 )
 from cuelight.messages.observer import Ready
-from cuelight.messages.request import FinishReason, Prompt, Refusal, RequestId, Usage
+from cuelight.messages.request import FailureCause, FinishReason, Prompt, Refusal, RequestId, Usage
 from cuelight.messages.scheduler import Abort, Admit, FailRequest, IntakeStarted, RestoreState, SetPolicy
 
 INLINE_CHARS_MAX: Final = 400
-"""Text up to here is tokenized in the handler: about 0.2 ms, less than a thread's round trip under load costs others.
-A mailbox may hand over many submissions in one turn of the loop, so the bound is low."""
+"""Longest text, in characters, that the handler tokenizes itself, in about 0.2 ms; longer text goes to a thread.
+Under load, a thread's round trip delays other requests by more than that. The bound is low because a mailbox may
+deliver many submissions in one turn of the event loop."""
 
 _log = get_logger("cuelight.intake")
 
 
-class Encoder(Protocol):
-    """What intake needs of a `PromptEncoder`. `encode` raises `Refused`; anything else is the tokenizer's fault."""
+class PromptTokenizer(Protocol):
+    """The part of `PromptEncoder` that intake uses. `encode` raises `Refused`; any other error is the tokenizer's."""
 
     def encode(self, prompt: Prompt, token_limit: int) -> tuple[int, ...]:
-        """The prompt's token ids; safe to call on two threads at once."""
+        """Return the prompt's token ids. Safe to call from two threads at once."""
 
 
 class _Encoded(msgspec.Struct, frozen=True, tag=True):
-    """A prompt has become tokens."""
+    """The worker thread has tokenized a prompt."""
 
     request_id: RequestId
     token_ids: tuple[int, ...]
 
 
 class _EncodeFailed(msgspec.Struct, frozen=True, tag=True):
-    """A prompt cannot become tokens."""
+    """The worker thread could not tokenize a prompt."""
 
     request_id: RequestId
     refusal: Refusal
@@ -75,17 +73,20 @@ ToDetokenizer: TypeAlias = Open | DropStream | RetainStreams | RequestEnded | In
 
 
 class Intake(Actor[IntakeInbox]):
-    """Validates, tokenizes and counts requests; opens their streams before the scheduler hears of them.
+    """The actor that accepts, tokenizes and counts requests, and opens their streams before it admits them.
 
-    Its ledger is what a new scheduler and a new detokenizer begin from. A new intake begins with an empty one, and
-    takes no requests until it knows what fits: clients send theirs again once it is `Ready`.
+    The client library has parsed prompts and options (`parse_prompt`, `parse_options`). Intake checks the rest, for
+    which only it has the data: room in the queue, tenants, vocabulary and lengths.
+
+    A new scheduler and a new detokenizer are restored from the ledger. A new intake starts with an empty ledger and
+    accepts no request until it has received the token capacity: clients resubmit theirs once it is `Ready`.
     """
 
-    def __init__(  # whom it knows and what it owns, each of another type
+    def __init__(  # many parameters, but each of another type
         self,
         context: Context[IntakeInbox],
-        encoder: Encoder,
-        limits: Limits,
+        encoder: PromptTokenizer,
+        limits: AdmissionLimits,
         scheduler: Address[ToScheduler],
         detokenizer: Address[ToDetokenizer],
         observer: Address[Ready],
@@ -93,25 +94,25 @@ class Intake(Actor[IntakeInbox]):
         self._self = context.ref
         self._clock = context.clock
         self._tenants = limits.tenants
-        self._leaving = DepartureRate()
-        self._chance = context.chance
+        self._completions = CompletionRate()
+        self._rng = context.chance
         self._tokenizing = context.worker("tokenize")
         self._encoder = encoder
         self._limits = limits
         self._scheduler = scheduler
         self._detokenizer = detokenizer
         self._observer = observer
-        self._token_capacity = 0  # until the executor serves
+        self._token_capacity = 0  # 0 until the first `CapacityChanged`
         self._ledger = Ledger()
         self._policy: SetPolicy | None = None
         self._new_scheduler: int | None = None
-        """The life of one that waits until the streams are known."""
-        self._told_scheduler: int | None = None
-        """The life of the last one that was told what to remember."""
+        """Life of a new scheduler, from its start until the streams' histories arrive."""
+        self._restored_scheduler: int | None = None
+        """Life of the last scheduler that `RestoreState` was sent to."""
 
     @property
     def request_count(self) -> int:
-        """Requests that it still knows of."""
+        """Number of requests in the ledger."""
         return len(self._ledger)
 
     def started(self) -> None:
@@ -133,24 +134,24 @@ class Intake(Actor[IntakeInbox]):
             case Finished(request_ids):
                 self._finished(request_ids)
             case FailRequest():
-                self._condemn(message)
+                self._fail_request(message)
             case SetTenants(names):
                 self._tenants = names
             case SetPolicy():
                 self._policy = message
                 self._scheduler.tell(message)
             case CapacityChanged():
-                self._serve(message)
+                self._set_capacity(message)
             case ResendComplete() | DetokenizerStarted() | SchedulerStarted() | Streams():
-                self._hear_of_memory(message)
+                self._recover(message)
             case _:
                 assert_never(message)
 
-    def _hear_of_memory(self, message: ResendComplete | DetokenizerStarted | SchedulerStarted | Streams) -> None:
-        """What others have forgotten, or remember."""
+    def _recover(self, message: ResendComplete | DetokenizerStarted | SchedulerStarted | Streams) -> None:
+        """Restore another actor that has restarted, or complete this actor's own restart."""
         match message:
             case ResendComplete():
-                if self._token_capacity:  # else it was meant for an intake before
+                if self._token_capacity:  # otherwise the message was meant for an earlier intake
                     self._detokenizer.tell(RetainStreams(tuple(self._ledger)))
             case DetokenizerStarted(life):
                 self._open_again(life)
@@ -159,17 +160,17 @@ class Intake(Actor[IntakeInbox]):
                 self._detokenizer.tell(GetStreams(self._self))
             case Streams(histories):
                 if self._new_scheduler is not None:
-                    self._tell_scheduler(self._new_scheduler, histories)
+                    self._restore_scheduler(self._new_scheduler, histories)
                     self._new_scheduler = None
             case _:
                 assert_never(message)
 
-    def _serve(self, serving: CapacityChanged) -> None:
-        if serving.context_length is not None:
-            self._limits = replace(self._limits, context_length=serving.context_length)
-        is_first, self._token_capacity = not self._token_capacity, serving.token_capacity
+    def _set_capacity(self, message: CapacityChanged) -> None:
+        if message.context_length is not None:
+            self._limits = replace(self._limits, context_length=message.context_length)
+        is_first, self._token_capacity = not self._token_capacity, message.token_capacity
         if is_first:
-            self._observer.tell(Ready(serving.token_capacity))
+            self._observer.tell(Ready(message.token_capacity))
 
     @property
     def _token_limit(self) -> int:
@@ -178,32 +179,32 @@ class Intake(Actor[IntakeInbox]):
     def _submit(self, submit: Submit) -> None:
         request_id = submit.request_id
         if request_id in self._ledger or not self._token_capacity:
-            return  # in the second case it will be sent again
+            return  # a duplicate, or too early: the client resubmits once intake is `Ready`
         try:
             if not submit.is_accepted:
-                check_room(len(self._ledger), self._limits.queue_limit, self._leaving)
-                if isinstance(submit.prompt, tuple):
-                    self._limits.check_length(
-                        len(submit.prompt),
-                        self._token_capacity,
-                        # Before millions of ids are looked at one by one.
-                    )
-            prompt = parse_prompt(submit.prompt)
-            sampling = check_sampling(submit.sampling, self._limits.vocab_size)
-            service = check_service(submit.service, None if submit.is_accepted else self._tenants)
+                check_room(len(self._ledger), 1, self._limits.queue_limit, self._completions)
+            check_stop_tokens(submit.sampling, self._limits.vocab_size)
+            check_tenant(submit.service.tenant, None if submit.is_accepted else self._tenants)
         except Refused as refused:
             _reject(submit.reply_to, request_id, refused)
             return
-        now = self._clock.now()
-        live = Live(submit.reply_to, sampling, service, now, submit.like, submit.is_accepted, submit.output)
+        live = LiveRequest(
+            submit.reply_to,
+            submit.sampling,
+            submit.service,
+            self._clock.now(),
+            submit.sample_of,
+            submit.is_accepted,
+            submit.output,
+        )
         self._ledger[request_id] = live
-        first = None if live.like is None else self._ledger.get(live.like)
-        if first is not None and first.stage is Stage.ENCODING:
+        first = None if live.sample_of is None else self._ledger.get(live.sample_of)
+        if first is not None and first.stage is RequestStage.ENCODING:
             first.samples.append(request_id)
         elif first is not None and first.token_ids:
             self._encoded(request_id, first.token_ids)
         else:
-            self._encode(request_id, prompt)
+            self._encode(request_id, submit.prompt)
 
     def _encode(self, request_id: RequestId, prompt: Prompt) -> None:
         work: Callable[[], tuple[int, ...]] = partial(self._encoder.encode, prompt, self._token_limit)
@@ -229,7 +230,7 @@ class Intake(Actor[IntakeInbox]):
         except Refused as refused:
             self._refuse(request_id, refused)
             return
-        live.stage = Stage.OPENING
+        live.stage = RequestStage.OPENING
         live.token_ids = token_ids
         live.client.tell(Accepted(request_id, len(token_ids)))
         stop, min_tokens = live.sampling.stop, live.sampling.min_tokens
@@ -241,47 +242,47 @@ class Intake(Actor[IntakeInbox]):
     def _opened(self, request_id: RequestId) -> None:
         live = self._ledger.get(request_id)
         if live is None:
-            # It was opened again for a new detokenizer just as it ended, or by an intake that is no more.
+            # The stream was reopened for a new detokenizer just as it ended, or opened by an earlier intake.
             self._detokenizer.tell(DropStream(request_id))
             return
-        if live.stage is not Stage.OPENING:
+        if live.stage is not RequestStage.OPENING:
             return
-        if live.is_unwanted:
-            live.stage = Stage.CLOSING
+        if live.is_aborted:
+            live.stage = RequestStage.CLOSING
             ending = live.ending(request_id)
             self._detokenizer.tell(ending)
             prompt_tokens = ending.usage.prompt_tokens
             _log.info("request_finished", request_id=request_id, reason=str(ending.reason), prompt_tokens=prompt_tokens)
             return
-        live.stage = Stage.ADMITTED
-        # Streams never wait for tokens that the detokenizer does not expect: it has opened this one.
+        live.stage = RequestStage.ADMITTED
+        # Admit only now that the stream is open: the detokenizer ignores tokens without a stream.
         live.admit = Admit(
             request_id,
             live.token_ids,
-            self._limits.settled(live.sampling, self._token_limit, self._chance.getrandbits),
-            # One that was accepted by an executor with more room is the scheduler's to fail.
+            self._limits.settled(live.sampling, self._token_limit, self._rng.getrandbits),
+            # A request accepted when the capacity was larger keeps its length here; the scheduler fails it.
             max(self._token_limit, len(live.token_ids) + 1),
             self._limits.isolated(live.service),
             live.submitted_at,
-            live.like,
+            live.sample_of,
             live.output,
         )
         self._scheduler.tell(live.admit)
 
-    def _tell_scheduler(self, life: int, histories: tuple[tuple[RequestId, tuple[int, ...]], ...]) -> None:
-        """It is new: it knows of no request."""
-        has_served = self._token_capacity > 0 and self._told_scheduler not in (None, life)
-        self._told_scheduler = life
-        self._scheduler.tell(self._ledger.remembered(life, self._policy, histories, has_served=has_served))
+    def _restore_scheduler(self, life: int, histories: tuple[tuple[RequestId, tuple[int, ...]], ...]) -> None:
+        """Send a new scheduler, which has no requests, the ledger and the streams' histories."""
+        has_served = self._token_capacity > 0 and self._restored_scheduler not in (None, life)
+        self._restored_scheduler = life
+        self._scheduler.tell(self._ledger.restore_state(life, self._policy, histories, has_served=has_served))
 
     def _open_again(self, life: int) -> None:
-        """The detokenizer is new: it knows of no stream."""
+        """Open all streams again for a new detokenizer, which has none."""
         for live in self._ledger.values():
             if live.open is not None:
                 self._detokenizer.tell(live.open)
         self._detokenizer.tell(Reopened(life))
         for request_id, live in self._ledger.items():
-            if live.stage is Stage.CLOSING:
+            if live.stage is RequestStage.CLOSING:
                 self._detokenizer.tell(live.ending(request_id))
         if self._new_scheduler is not None:
             self._detokenizer.tell(GetStreams(self._self))
@@ -291,37 +292,40 @@ class Intake(Actor[IntakeInbox]):
             live = self._ledger.get(request_id)
             if live is None:
                 continue
-            if live.stage in (Stage.ENCODING, Stage.OPENING):
-                # It was sent again just before its end came, to which nothing is left but to close the stream again.
-                live.is_unwanted = True
+            if live.stage in (RequestStage.ENCODING, RequestStage.OPENING):
+                # The client resubmitted the request just before its end arrived; close the reopened stream.
+                live.is_aborted = True
             else:
                 del self._ledger[request_id]
-                self._leaving.note(1, self._clock.now())
+                self._completions.note(1, self._clock.now())
 
     def _cancel(self, request_id: RequestId) -> None:
         live = self._ledger.get(request_id)
         if live is None:
-            self._scheduler.tell(Abort(request_id))  # which may have it from an intake before
-        elif not live.is_unwanted:
-            # One that is not admitted yet goes on to the next message about it: its stream is then closed in order.
-            live.is_unwanted = True
-            if live.stage is Stage.ADMITTED:
+            self._scheduler.tell(Abort(request_id))  # an earlier intake may have admitted it
+        elif not live.is_aborted:
+            # A request that is not admitted yet proceeds until its stream is open, and the stream is closed then.
+            live.is_aborted = True
+            if live.stage is RequestStage.ADMITTED:
                 self._scheduler.tell(Abort(request_id))
 
-    def _condemn(self, condemn: FailRequest) -> None:
-        live = self._ledger.get(condemn.request_id)
+    def _fail_request(self, message: FailRequest) -> None:
+        live = self._ledger.get(message.request_id)
         if live is not None:
-            live.is_unwanted, live.error = True, condemn.error
-        if live is None or live.stage is Stage.ADMITTED:
-            self._scheduler.tell(condemn)
-        if live is None:  # and whoever has a stream of it ends that
-            ended = RequestEnded(condemn.request_id, FinishReason.FAILED, Usage(), 0.0, 0, condemn.error)
+            live.is_aborted, live.error = True, message.error
+        if live is None or live.stage is RequestStage.ADMITTED:
+            self._scheduler.tell(message)
+        if live is None:  # the detokenizer may still have a stream from an earlier intake: end it
+            failure = FailureCause.ACTOR_CRASHES
+            ended = RequestEnded(
+                message.request_id, FinishReason.FAILED, Usage(), 0.0, 0, message.error, failure=failure
+            )
             self._detokenizer.tell(ended)
 
     def _refuse(self, request_id: RequestId, refused: Refused) -> None:
         live = self._ledger.pop(request_id)
         _reject(live.client, request_id, refused)
-        for sample in live.samples:  # they have the same prompt
+        for sample in live.samples:  # same prompt, same refusal
             self._refuse(sample, refused)
 
 

@@ -1,4 +1,4 @@
-"""The ledger: every request that intake has let in and that has not finished, with what was told of it, verbatim."""
+"""The ledger: every request that intake has accepted and that has not finished, with the messages sent about it."""
 
 from __future__ import annotations
 
@@ -8,55 +8,58 @@ from enum import Enum, auto
 from cuelight.messages.address import Address
 from cuelight.messages.client import ClientMessage
 from cuelight.messages.detokenizer import Open, RequestEnded
-from cuelight.messages.request import FinishReason, RequestId, Sampling, Service, Usage
+from cuelight.messages.request import FailureCause, FinishReason, RequestId, Sampling, Service, Usage
 from cuelight.messages.scheduler import Admit, RestoreState, SetPolicy
 
 
-class Stage(Enum):
-    """How far a request has come."""
+class RequestStage(Enum):
+    """The stages of a request in the ledger."""
 
     ENCODING = auto()
-    """Its prompt is becoming tokens."""
+    """The prompt is being tokenized."""
     OPENING = auto()
-    """Its stream is being opened."""
+    """The detokenizer is opening the stream."""
     ADMITTED = auto()
-    """The scheduler has it."""
+    """`Admit` was sent to the scheduler."""
     CLOSING = auto()
-    """It was cancelled before the scheduler heard of it, and its stream is being ended."""
+    """The request was cancelled or failed before its admission, and the detokenizer is closing the stream."""
 
 
 @dataclass(slots=True)
-class Live:
-    """A request in the ledger. It stays there until it is refused, or until its stream has ended."""
+class LiveRequest:
+    """A request in the ledger, from its submission until it is refused or its stream has ended."""
 
     client: Address[ClientMessage]
     sampling: Sampling
     service: Service
     submitted_at: float
-    like: RequestId | None = None
+    sample_of: RequestId | None = None
     is_accepted: bool = False
     output: tuple[int, ...] = ()
-    stage: Stage = Stage.ENCODING
+    stage: RequestStage = RequestStage.ENCODING
     token_ids: tuple[int, ...] = ()
-    is_unwanted: bool = False
-    """It was cancelled or condemned."""
+    is_aborted: bool = False
+    """Whether the request was cancelled or has failed."""
     error: str = ""
-    """Why it was condemned."""
+    """Why the request has failed; empty if it has not."""
     samples: list[RequestId] = field(default_factory=list)
-    """Other requests with the same prompt, which wait until it has become tokens."""
+    """Requests with the same prompt, which take its token ids once it is tokenized."""
     open: Open | None = None
     admit: Admit | None = None
 
     def ending(self, request_id: RequestId) -> RequestEnded:
-        """How it ends without the scheduler."""
-        reason = FinishReason.FAILED if self.error else FinishReason.CANCELLED
-        return RequestEnded(request_id, reason, Usage(prompt_tokens=len(self.token_ids)), 0.0, 0, self.error)
+        """Return the end of a request that the scheduler never received: cancelled, or failed with `error`."""
+        reason, failure = FinishReason.CANCELLED, None
+        if self.error:
+            reason, failure = FinishReason.FAILED, FailureCause.ACTOR_CRASHES
+        usage = Usage(prompt_tokens=len(self.token_ids))
+        return RequestEnded(request_id, reason, usage, 0.0, 0, self.error, failure=failure)
 
 
-class Ledger(dict[RequestId, Live]):
-    """Requests in the order in which they came."""
+class Ledger(dict[RequestId, LiveRequest]):
+    """Live requests in order of arrival."""
 
-    def remembered(
+    def restore_state(
         self,
         life: int,
         policy: SetPolicy | None,
@@ -64,13 +67,13 @@ class Ledger(dict[RequestId, Live]):
         *,
         has_served: bool,
     ) -> RestoreState:
-        """What the scheduler of this life, which is new, must know."""
-        admitted = [live for live in self.values() if live.stage is Stage.ADMITTED]
+        """Return the message that restores a new scheduler, whose life is `life`."""
+        admitted = [live for live in self.values() if live.stage is RequestStage.ADMITTED]
         return RestoreState(
             life,
             policy,
             tuple([live.admit for live in admitted if live.admit is not None]),
-            tuple([live.admit.request_id for live in admitted if live.admit is not None and live.is_unwanted]),
+            tuple([live.admit.request_id for live in admitted if live.admit is not None and live.is_aborted]),
             histories,
             has_served,
         )

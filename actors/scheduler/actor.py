@@ -1,27 +1,28 @@
-"""The scheduler: every request's life, and what each step computes. Knows tokens; not blocks, text or tensors.
+"""The scheduler actor: admits and ends requests and plans steps. Handles tokens, not blocks, text or tensors.
 
-The work itself is in `workload.py`, its next step in `next_step.py`; what follows when a neighbour dies, in
-`succession.py`.
+This module dispatches messages. The state is in `state.py`, the step loop in `steps.py`, and the active executor and
+recovery from a peer's death in `executors.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never
 
 import msgspec
 
-from cuelight.actors.scheduler.next_step import NextStep
-from cuelight.actors.scheduler.outbox import Neighbours
-from cuelight.actors.scheduler.planning import Limits
-from cuelight.actors.scheduler.policy import policy_of
-from cuelight.actors.scheduler.recovery import Recovery
-from cuelight.actors.scheduler.succession import Succession
-from cuelight.actors.scheduler.workload import DEADLINES, EXECUTOR, REPORT, START, Workload
+from cuelight.actors.scheduler.executors import ExecutorManager
+from cuelight.actors.scheduler.in_flight import BlockRequests, InFlightSteps
+from cuelight.actors.scheduler.outbox import Outbox, Peers, UnconfirmedEnds
+from cuelight.actors.scheduler.planning import StepLimits
+from cuelight.actors.scheduler.recovery import RecoveryTracker
+from cuelight.actors.scheduler.state import SchedulerState
+from cuelight.actors.scheduler.steps import StepLoop
+from cuelight.actors.scheduler.watchdog import EXECUTOR, REPORT, START, build_watchdogs
 from cuelight.kernel import Actor, Context, Terminated, Timer, get_logger
 from cuelight.messages import detokenizer, intake
-from cuelight.messages.request import FinishReason
+from cuelight.messages.request import FailureCause, FinishReason
 from cuelight.messages.scheduler import (
     Abort,
     Admit,
@@ -44,176 +45,204 @@ from cuelight.messages.scheduler import (
     Switch,
 )
 
+DEADLINES: Final = "deadlines"
+
 log = get_logger("cuelight.scheduler")
 
 
 class _Wake(msgspec.Struct, frozen=True, tag=True):
-    """Time to see to this: to the deadlines, or whether a neighbour still answers."""
+    """A timer has fired: `what` is `DEADLINES` or the name of the watchdog."""
 
     what: str
 
 
 Early: TypeAlias = Admit | Abort | FailRequest | SetPolicy | Closed | GetHistories
-"""What a scheduler that does not yet know what there is keeps for later."""
+"""Messages that are stored until `RestoreState` has arrived."""
 
 SchedulerInbox: TypeAlias = SchedulerMessage | Terminated | _Wake
 
 
 class Scheduler(Actor[SchedulerInbox]):
-    """Hears what concerns requests, steps and executors, and plans again after each message.
+    """Handles messages about requests, steps and executors, and plans the next step after each message.
 
-    A new one asks its neighbours what there is. Until it has heard, it plans nothing.
+    A new scheduler requests its state from its peers, and plans nothing until `RestoreState` has arrived.
     """
 
     def __init__(
         self,
         context: Context[SchedulerInbox],
-        limits: Limits,
+        limits: StepLimits,
         eos_token_ids: frozenset[int],
-        neighbours: Neighbours,
+        peers: Peers,
         policy: SetPolicy,
         context_length: int | None = None,
     ) -> None:
-        """`context_length` is that of a model that has taken over; None where it is still the first one."""
+        """`context_length` is that of the model that took over in a reload; None before the first reload."""
         self._life = context.chance.getrandbits(32)
         self._now = context.clock.now
-        self._detokenizer = neighbours.detokenizer
-        self._intake = neighbours.intake
-        self._recovery = Recovery(neighbours, limits.restarts_max)
-        self._work = Workload(
-            context, limits, eos_token_ids, neighbours, policy, partial(_waking, context), self._recovery.advanced
+        self._detokenizer = peers.detokenizer
+        self._intake = peers.intake
+        self._recovery = RecoveryTracker(peers, limits.restarts_max)
+        self._ends = UnconfirmedEnds()
+        self._outbox = Outbox(peers, self._ends)
+        wake_after = partial(_waking, context)
+        can_kill = peers.kill_executor is not None
+        self._watchdogs = build_watchdogs(wake_after, limits.step_timeout_seconds, can_kill=can_kill)
+        # Drawn, so that no answer to an earlier life's step or round matches one of this life.
+        first_epoch, first_round = context.chance.getrandbits(48), context.chance.getrandbits(48)
+        in_flight = InFlightSteps(
+            peers.executor, context.ref, limits.steps_in_flight, first_epoch, self._watchdogs.executor, self._now
         )
-        self._next = NextStep(self._work)
-        self._executors = Succession(context, self._work, self._recovery, neighbours, context_length)
+        block_requests = BlockRequests(peers.cache, context.ref, first_round, self._watchdogs.cache, self._now)
+        self._state = SchedulerState(
+            limits, eos_token_ids, policy, self._outbox, in_flight, block_requests, wake_after(DEADLINES), self._now
+        )
+        self._steps = StepLoop(
+            self._state, in_flight, block_requests, self._outbox, peers.cache, self._recovery.advanced, self._now
+        )
+        self._executors = ExecutorManager(
+            context, self._state, self._steps, self._watchdogs, self._recovery, peers, context_length
+        )
         self._early: list[Early] = []
-        """What has come before it has heard what it must remember, and comes on top of that."""
+        """Messages that arrived before `RestoreState`, to be handled after it."""
 
     @property
     def request_count(self) -> int:
-        """Requests that it still knows of."""
-        return len(self._work.requests) + len(self._work.endings)
+        """Number of live requests and unconfirmed ends."""
+        return len(self._state.requests) + len(self._ends)
 
     def started(self) -> None:
         self._intake.tell(intake.SchedulerStarted(self._life))
-        self._executors.begin()
+        self._executors.start()
 
     def handle(self, message: SchedulerInbox) -> None:
-        if not self._work.is_open and isinstance(message, Early):
+        if not self._state.is_open and isinstance(message, Early):
             self._early.append(message)
             return
         match message:
             case StepDone():
-                self._work.step_done(message)
+                self._steps.step_done(message)
             case Granted():
-                self._next.granted(message)
+                self._steps.granted(message)
             case StepFailed():
-                self._work.step_failed(message)
+                self._steps.step_failed(message)
             case _Wake(what):
                 self._wake(what)
             case Admit() | Abort() | FailRequest() | StopMatched() | Explain() | SetPolicy():
-                self._hear_of_requests(message)
+                self._handle_request(message)
             case ExecutorLoading() | ExecutorReady() | ExecutorFailed() | Terminated() | Switch() | CancelSwitch():
-                self._executors.hear(message)
+                self._executors.handle(message)
             case IntakeStarted() | GetHistories() | Closed() | RestoreState():
-                self._hear_of_memory(message)
+                self._handle_recovery(message)
             case _:
                 assert_never(message)
-        self._work.outbox.announce()
-        self._executors.let_take_over()
-        self._next.plan(admit=True)
-        self._next.see_that_something_moves()
-        self._work.publish()
-        if self._work.is_serving and not self._work.requests:
+        if self._early and self._state.is_open:
+            self._handle_early()
+        self._advance()
+
+    def _handle_early(self) -> None:
+        """Handle the messages that arrived before `RestoreState`, in order."""
+        early, self._early = self._early, []
+        for message in early:
+            if isinstance(message, GetHistories | Closed):
+                self._handle_recovery(message)
+            else:
+                self._handle_request(message)
+            self._advance()
+
+    def _advance(self) -> None:
+        """Announce ends, switch executors if that is due, plan the next step and publish the figures."""
+        self._outbox.announce()
+        self._executors.take_over_if_due()
+        self._steps.plan(admit=True)
+        self._steps.end_what_is_stuck()
+        self._state.publish()
+        if self._state.is_serving and not self._state.requests:
             self._recovery.settle(self._now())
 
-    def _hear_of_requests(self, message: Admit | Abort | FailRequest | StopMatched | Explain | SetPolicy) -> None:
+    def _handle_request(self, message: Admit | Abort | FailRequest | StopMatched | Explain | SetPolicy) -> None:
         match message:
             case Admit():
                 self._admit(message)
             case Abort(request_id):
-                self._work.end_if_live(request_id, FinishReason.CANCELLED)
+                self._state.end_if_live(request_id, FinishReason.CANCELLED)
             case FailRequest(request_id, error):
-                self._work.end_if_live(request_id, FinishReason.FAILED, error)
+                self._state.end_if_live(request_id, FinishReason.FAILED, error, FailureCause.ACTOR_CRASHES)
             case StopMatched():
-                self._work.stop_matched(message)
+                self._state.stop_matched(message)
             case Explain(request_id, reply_to):
-                reply_to.tell(self._work.explain(request_id))
+                reply_to.tell(self._state.explain(request_id))
             case SetPolicy():
-                self._work.waiting.reorder(policy_of(message))
-                self._work.door.reopen(None)
+                self._state.set_policy(message)
             case _:
                 assert_never(message)
 
-    def _hear_of_memory(self, message: IntakeStarted | GetHistories | Closed | RestoreState) -> None:
-        """What others have forgotten, or remember."""
+    def _handle_recovery(self, message: IntakeStarted | GetHistories | Closed | RestoreState) -> None:
+        """Handle a new intake or detokenizer, confirmed ends, or the state to begin from."""
         match message:
             case IntakeStarted():
                 self._executors.serve()
-                if not self._work.is_open:
+                if not self._state.is_open:
                     self._intake.tell(intake.SchedulerStarted(self._life))
             case GetHistories():
-                live = [(each.request_id, each.output) for each in self._work.requests.values() if each.output_tokens]
-                self._detokenizer.tell(detokenizer.Histories(tuple(live), self._work.endings.all()))
+                live = [(each.request_id, each.output) for each in self._state.requests.values() if each.output_tokens]
+                self._detokenizer.tell(detokenizer.Histories(tuple(live), self._ends.all()))
             case Closed():
                 self._close(message)
             case RestoreState():
-                self._remember(message)
+                self._restore(message)
             case _:
                 assert_never(message)
 
-    def _remember(self, message: RestoreState) -> None:
-        """Begin where the scheduler before was; harmless later, and what one before was to remember is of no use."""
-        if self._work.is_open or message.life != self._life:
+    def _restore(self, message: RestoreState) -> None:
+        """Begin with the state of the scheduler before. Ignored when open, or if meant for an earlier life."""
+        if self._state.is_open or message.life != self._life:
             return
-        self._work.is_open = True
+        self._state.open()
         if message.has_served:
             self._recovery.lost("the scheduler was lost", self._now())
         if message.policy is not None:
-            self._hear_of_requests(message.policy)
+            self._handle_request(message.policy)
         histories = dict(message.histories)
         for admit in message.admitted:
             history = histories.get(admit.request_id, ())
             output = history if len(history) > len(admit.output) else admit.output
             try:
                 self._admit(msgspec.structs.replace(admit, output=output))
-            except Exception as error:  # one that is too much for us must not take the others with it, every time
-                log.error("forgotten", request_id=admit.request_id, exc_info=error)
-                self._work.outbox.fail(admit, f"the scheduler cannot go on with this request: {error!r}")
+            except Exception as error:  # a request that cannot be admitted must not crash every new scheduler
+                log.error("request_not_restored", request_id=admit.request_id, exc_info=error)
+                self._outbox.fail(admit, f"the scheduler cannot go on with this request: {error!r}")
         for request_id in message.aborted:
-            self._work.end_if_live(request_id, FinishReason.CANCELLED)
-        early, self._early = self._early, []
-        for each in early:
-            self.handle(each)
+            self._state.end_if_live(request_id, FinishReason.CANCELLED)
 
     def _close(self, closed: Closed) -> None:
-        """Nobody listens to these any more; where one lives, it was an earlier scheduler that said its end."""
+        """Forget confirmed ends. If `is_ended`, cancel live ones: an earlier scheduler had sent their ends."""
         if closed.is_ended:
             for request_id in closed.request_ids:
-                self._work.end_if_live(request_id, FinishReason.CANCELLED)
-            self._work.outbox.announce()
-        self._work.endings.close(closed.request_ids)
+                self._state.end_if_live(request_id, FinishReason.CANCELLED)
+            self._outbox.announce()
+        self._ends.close(closed.request_ids)
 
     def _admit(self, admit: Admit) -> None:
-        if (request := self._work.join(admit)) is not None:
-            self._executors.fit(request)
-        if request is not None and admit.request_id in self._work.requests:
-            self._work.end_if_complete(request)
+        if (request := self._state.join(admit)) is None:
+            return
+        self._executors.limit(request)
+        if not request.is_over:
+            self._state.end_if_complete(request)
 
     def _wake(self, what: str) -> None:
         now = self._now()
         if what == DEADLINES:
-            for late in self._work.deadlines.due(now):
-                self._work.expire(late)
+            self._state.expire(now)
         else:
-            self._look_after(what, now)
+            self._check_peer(what, now)
 
-    def _look_after(self, neighbour: str, now: float) -> None:
-        """A neighbour that does not answer is replaced, if it can be; and whoever asks is to know why they wait."""
-        if (silence := self._work.doubts[neighbour].silence(now)) is not None:
-            reason = f"the {neighbour} has not answered for {round(silence, 1):g} s"
-            log.error("stalled", reason=reason, running=len(self._work.running), waiting=len(self._work.waiting))
-            self._work.chronicle.obstacle(reason, now)
-            if neighbour in (EXECUTOR, REPORT, START):
+    def _check_peer(self, peer: str, now: float) -> None:
+        """If a peer's answer is late, store that requests wait for it. Kill an executor, if possible."""
+        if (silence := self._watchdogs.named(peer).silence(now)) is not None:
+            reason = f"the {peer} has not answered for {round(silence, 1):g} s"
+            self._state.note_silence(reason)
+            if peer in (EXECUTOR, REPORT, START):
                 self._recovery.kill(reason)
 
 

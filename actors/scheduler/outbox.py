@@ -1,49 +1,69 @@
-"""What the others are to hear: gathered while one message is handled, then sent as one message per edge."""
+"""Outgoing messages: collected while one message is handled, then sent as one message per receiver."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Never
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Never, TypeAlias
 
-from cuelight.actors.scheduler.endings import Endings
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.request import Request
 from cuelight.kernel import Role, get_logger
-from cuelight.messages import cache, detokenizer, executor, intake, observer
+from cuelight.messages import cache, detokenizer, intake, observer
 from cuelight.messages.address import Address
-from cuelight.messages.request import FinishReason, RequestId, Usage
+from cuelight.messages.detokenizer import RequestEnded
+from cuelight.messages.executor import ExecutorMessage
+from cuelight.messages.request import FIRST_EXECUTOR, ExecutorId, FailureCause, FinishReason, RequestId, Usage
 from cuelight.messages.scheduler import Admit
 
 log = get_logger("cuelight.scheduler")
 
 
 @dataclass(frozen=True)
-class Neighbours:
-    """Whom the scheduler talks to, and the roles of those whose deaths it must hear of.
+class ExecutorRoles:
+    """The roles of an engine's executors by id; `first` is the role of the executor that the engine starts with."""
 
-    `kill_executor` ends the executor's life for a reason; None where it lives on threads that nobody can end.
+    first: Role[ExecutorMessage]
+
+    def __getitem__(self, executor_id: ExecutorId) -> Role[ExecutorMessage]:
+        """Return the role of this executor. Roles of later executors differ from `first` in their name only."""
+        if executor_id == FIRST_EXECUTOR:
+            return self.first
+        return replace(self.first, name=f"{self.first.name} {executor_id}")
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The addresses that the scheduler sends to, and the roles that it watches.
+
+    `kill_executor` ends the executor's life, with a reason; None if it runs on threads, which cannot be killed.
     """
 
     cache: Address[cache.CacheMessage]
-    executor: Address[executor.ExecutorMessage]
+    executor: Address[ExecutorMessage]
     detokenizer: Address[detokenizer.DetokenizerMessage]
     intake: Address[intake.IntakeMessage]
     observer: Address[observer.ObserverMessage]
     cache_role: Role[Never] | None = None
-    executor_role: Role[Never] | None = None
+    executor_id: ExecutorId = FIRST_EXECUTOR
+    executor_roles: ExecutorRoles | None = None
     kill_executor: Callable[[str], None] | None = None
+
+    @property
+    def executor_role(self) -> Role[ExecutorMessage] | None:
+        """The role of the active executor; None if there are no executor roles."""
+        return None if self.executor_roles is None else self.executor_roles[self.executor_id]
 
 
 class Outbox:
-    """Blocks to free, ends to announce, figures to publish."""
+    """Blocks to free, request ends to announce and figures to publish."""
 
-    def __init__(self, to: Neighbours, endings: Endings) -> None:
+    def __init__(self, to: Peers, endings: UnconfirmedEnds) -> None:
         self._to = to
         self._endings = endings
         self._released: list[cache.Filled] = []
-        self._spoilt: list[RequestId] = []
+        self._poisoned: list[RequestId] = []
         self._ends: list[detokenizer.RequestEnded] = []
-        self._told: observer.RequestFigures | None = None
+        self._published: observer.RequestFigures | None = None
         self.counts = {
             "preemptions": 0,
             "finished": 0,
@@ -54,25 +74,34 @@ class Outbox:
             "budget_tokens": 0,
         }
 
-    def release(self, filled: cache.Filled, *, is_spoilt: bool = False) -> None:
-        """These blocks are held no longer, and what the request computed is of no use to others if it is spoilt."""
+    def count_step(self, token_count: int, token_budget: int) -> None:
+        """Add a step of `token_count` tokens under a budget of `token_budget` tokens to the figures."""
+        self.counts["scheduled_tokens"] += token_count
+        self.counts["budget_tokens"] += token_budget
+
+    def count_preemption(self) -> None:
+        """Add a preemption to the figures."""
+        self.counts["preemptions"] += 1
+
+    def release(self, filled: cache.Filled, *, is_poisoned: bool = False) -> None:
+        """Queue the release of a request's blocks. If `is_poisoned`, they are not kept as a prefix."""
         self._released.append(filled)
-        if is_spoilt:
-            self._spoilt.append(filled.request_id)
+        if is_poisoned:
+            self._poisoned.append(filled.request_id)
 
     def flush_released(self) -> None:
-        """Say it now."""
+        """Send the queued releases to the cache manager."""
         if self._released:
-            self._to.cache.tell(cache.Release(tuple(self._released), tuple(self._spoilt)))
+            self._to.cache.tell(cache.Release(tuple(self._released), tuple(self._poisoned)))
             self.forget_released()
 
     def forget_released(self) -> None:
-        """Whoever would hear of it has lost all blocks."""
+        """Drop the queued releases: the cache manager has lost every block table."""
         self._released.clear()
-        self._spoilt.clear()
+        self._poisoned.clear()
 
-    def tokens(self, sampled: list[tuple[Tracked, int]]) -> None:
-        """Each of these requests has just got this token."""
+    def tokens(self, sampled: list[tuple[Request, int]]) -> None:
+        """Send each request's newly appended token to the detokenizer, after the queued releases."""
         self.flush_released()
         self._to.detokenizer.tell(
             detokenizer.TokensReady(
@@ -82,21 +111,24 @@ class Outbox:
             )
         )
 
-    def repeat(self, request: Tracked) -> None:
-        """Who admits a request again may have opened a stream for it that has nothing yet."""
+    def repeat(self, request: Request) -> None:
+        """Send a request's output again: when intake admits it again, its stream may be newly opened and empty."""
         self._to.detokenizer.tell(detokenizer.Histories(((request.request_id, request.output),), ()))
 
-    def repeat_end(self, request_id: RequestId) -> None:
-        """As `repeat`, of one that has ended."""
+    def repeat_end(self, request_id: RequestId) -> bool:
+        """Send the output and the end of a request again. Return False if it has no unconfirmed end."""
+        if request_id not in self._endings:
+            return False
         self._to.detokenizer.tell(detokenizer.Histories((), (self._endings.of(request_id),)))
+        return True
 
-    def end(self, request: Tracked, reason: FinishReason, error: str, now: float) -> None:
-        """The request is over."""
+    def end(self, request: Request, reason: FinishReason, error: str, now: float, failure: FailureCause | None) -> None:
+        """Queue the end of a request and count it in the figures."""
         usage = Usage(request.prompt_tokens, request.cached_tokens, request.output_tokens)
         elapsed = now - request.arrived_at
         queued = elapsed if request.queued_seconds is None else request.queued_seconds
         ended = detokenizer.RequestEnded(
-            request.request_id, reason, usage, queued, request.preemptions, error, request.running_seconds
+            request.request_id, reason, usage, queued, request.preemptions, error, request.running_seconds, failure
         )
         self._ends.append(ended)
         self._endings.add(ended, request.output)
@@ -119,14 +151,16 @@ class Outbox:
         )
 
     def fail(self, admit: Admit, error: str) -> None:
-        """A request that could not even be admitted is over."""
+        """Queue the end of a request that could not be admitted."""
         usage = Usage(prompt_tokens=len(admit.token_ids))
-        ended = detokenizer.RequestEnded(admit.request_id, FinishReason.FAILED, usage, 0.0, 0, error)
+        ended = detokenizer.RequestEnded(
+            admit.request_id, FinishReason.FAILED, usage, 0.0, 0, error, 0.0, FailureCause.NOT_ADMITTED
+        )
         self._ends.append(ended)
         self._endings.add(ended, ())
 
     def announce(self) -> None:
-        """Blocks first, so that whoever hears of an end finds them free."""
+        """Send the queued releases, then the ends: when a client receives its end, the blocks are free."""
         self.flush_released()
         if self._ends:
             for end in self._ends:
@@ -134,8 +168,41 @@ class Outbox:
             self._ends.clear()
 
     def publish(self, running: int, waiting: int, steps: int) -> None:
-        """The figures, if they have changed."""
+        """Send the figures, if they have changed."""
         figures = observer.RequestFigures(running=running, waiting=waiting, steps=steps, **self.counts)
-        if figures != self._told:
-            self._told = figures
+        if figures != self._published:
+            self._published = figures
             self._to.observer.tell(figures)
+
+
+Ending: TypeAlias = tuple[RequestEnded, tuple[int, ...]]
+
+
+class UnconfirmedEnds:
+    """Ends that the detokenizer has not confirmed, by request id, each with the request's output."""
+
+    def __init__(self) -> None:
+        self._endings: dict[RequestId, Ending] = {}
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._endings
+
+    def __len__(self) -> int:
+        return len(self._endings)
+
+    def add(self, ended: RequestEnded, output: tuple[int, ...]) -> None:
+        """Store an end, with the output tokens."""
+        self._endings[ended.request_id] = ended, output
+
+    def of(self, request_id: RequestId) -> Ending:
+        """Return the end of this request, with its output tokens."""
+        return self._endings[request_id]
+
+    def all(self) -> tuple[Ending, ...]:
+        """Return every unconfirmed end, oldest first."""
+        return tuple(self._endings.values())
+
+    def close(self, request_ids: Iterable[RequestId]) -> None:
+        """Forget ends that the detokenizer has confirmed; other ids are ignored."""
+        for request_id in request_ids:
+            self._endings.pop(request_id, None)

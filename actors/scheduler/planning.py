@@ -1,29 +1,30 @@
-"""Which tokens the next step computes: a pure function of the running requests and the budget."""
+"""The tokens that the next step computes, as a pure function of the running requests and the token budget."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from cuelight.actors.scheduler.policy import Turns
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.request import Request
+from cuelight.kernel import get_logger
 from cuelight.messages.request import FinishReason
 
-Planned: TypeAlias = tuple[Tracked, int, int]
-"""So many tokens of one request in one step, and the request's incarnation when it was planned.
+Planned: TypeAlias = tuple[Request, int, int]
+"""A request, its token count in one step, and its incarnation when the step was planned.
 
-A bare tuple: one is made for each request in each step, and a named one costs a multiple.
+A plain tuple, as one is built for each request in each step and a named tuple costs several times as much.
 """
 
 
 @dataclass(frozen=True)
-class Limits:
-    """`token_budget` tokens a step, `running_max` requests with blocks, `steps_in_flight` steps at the executor.
+class StepLimits:
+    """Limits: `token_budget` tokens a step, `running_max` requests with blocks, `steps_in_flight` steps in flight.
 
     While others could use the budget, a prompt gets at most `long_prefill_tokens` of a step. The executor may die
-    `restarts_max` times in a row without a step done, and takes at most `step_timeout_seconds` for one, or, if that is
-    None, as long as the steps before it suggest.
+    `restarts_max` times in a row without a finished step. A step may take `step_timeout_seconds`, or, if that is None,
+    a time derived from the steps before it.
     """
 
     token_budget: int
@@ -36,35 +37,36 @@ class Limits:
 
 
 def plan_step(
-    running: Iterable[Tracked],
+    running: Iterable[Request],
     token_budget: int,
     long_prefill_tokens: int,
     *,
     others_wait: bool,
     turns: Callable[[], Turns | None] = lambda: None,
-) -> list[tuple[Tracked, int]]:
-    """Every decode first, then prefill chunks in order of service, `token_budget` tokens in all.
+) -> list[tuple[Request, int]]:
+    """Plan every decode first, then prefill chunks in order of service, `token_budget` tokens in all.
 
-    While others could use the budget, of the running ones or (`others_wait`) of those that wait, a chunk has at most
-    `long_prefill_tokens`, or an even share where that is more (rule 4); what the running ones leave is then given out
-    in order.
+    While other requests, running or waiting (`others_wait`), could use the budget, a chunk has at most
+    `long_prefill_tokens`, or an even share if that is more (rule `long-prefill-cap`). If none waits, tokens left over
+    are then distributed in order.
 
-    Where tenants take `turns`, the prompts of those whose turn it is come first and alone. If there are none, no tenant
-    gets more than `long_prefill_tokens` for all its prompts: whoever comes next waits for the steps in flight.
+    If tenants take `turns`, only the prompts of the tenants with a turn are planned. If no tenant has one, each gets at
+    most `long_prefill_tokens` for all its prompts, as the next request to arrive waits for the steps in flight.
 
     A request that was part of a failed step runs alone until it has sampled a token, so that a second failure can be
-    laid at its door. A request that gets no tokens is passed over; those behind it still get theirs (rule 3).
+    attributed to it. A request that gets no tokens is passed over; those behind it still get theirs (rule
+    `skip-blocked`).
     """
-    decodes: list[tuple[Tracked, int]] = []
-    prefills: list[tuple[Tracked, int]] = []
+    decodes: list[tuple[Request, int]] = []
+    prefills: list[tuple[Request, int]] = []
     for request in running:
-        need = request.need
-        if request.suspect and need > 0:
-            return [(request, min(need, token_budget))]
-        if need == 1:
+        remaining = request.remaining
+        if request.suspect and remaining > 0:
+            return [(request, min(remaining, token_budget))]
+        if remaining == 1:
             decodes.append((request, 1))
-        elif need > 1:
-            prefills.append((request, need))
+        elif remaining > 1:
+            prefills.append((request, remaining))
     plan = decodes[:token_budget]
     budget = token_budget - len(plan)
     if prefills and (tenants := turns()) is not None:
@@ -76,28 +78,28 @@ def plan_step(
 
 
 def _chunks(
-    prefills: list[tuple[Tracked, int]], budget: int, long_tokens: int, others_wait: bool
-) -> list[tuple[Tracked, int]]:
+    prefills: list[tuple[Request, int]], budget: int, long_tokens: int, others_wait: bool
+) -> list[tuple[Request, int]]:
     if budget <= 0 or not prefills:
         return []
     eligible = len(prefills) + others_wait
     cap = max(long_tokens, budget // eligible) if eligible > 1 else budget
     counts: list[int] = []
-    for _, need in prefills:
-        counts.append(min(need, cap, budget))
+    for _, remaining in prefills:
+        counts.append(min(remaining, cap, budget))
         budget -= counts[-1]
     if not others_wait:
-        for i, (_, need) in enumerate(prefills):
-            more = min(need - counts[i], budget)
+        for i, (_, remaining) in enumerate(prefills):
+            more = min(remaining - counts[i], budget)
             counts[i] += more
             budget -= more
     return [(request, count) for (request, _), count in zip(prefills, counts, strict=True) if count]
 
 
 def _chunks_in_turns(
-    prefills: list[tuple[Tracked, int]], budget: int, long_tokens: int, others_wait: bool, turns: Turns
-) -> list[tuple[Tracked, int]]:
-    chunks: list[tuple[Tracked, int]] = []
+    prefills: list[tuple[Request, int]], budget: int, long_tokens: int, others_wait: bool, turns: Turns
+) -> list[tuple[Request, int]]:
+    chunks: list[tuple[Request, int]] = []
     is_their_turn, parts = turns.parts(prefills)
     for part in parts:
         allowed = budget if is_their_turn else min(budget, long_tokens)
@@ -108,7 +110,7 @@ def _chunks_in_turns(
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Return the length of the common prefix of two token sequences."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -119,8 +121,8 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     return low
 
 
-def stop_reason(request: Tracked, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-    """Whether the token just appended ends the request: end token, stop token, length, in this order (rule 46)."""
+def stop_reason(request: Request, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+    """Return why the token just appended ends the request, or None: end token, stop token, length (`stop-order`)."""
     sampling = request.sampling
     is_stop = (token_id in eos_token_ids and not sampling.ignore_eos) or token_id in sampling.stop_token_ids
     if is_stop and request.output_tokens >= sampling.min_tokens:
@@ -128,3 +130,37 @@ def stop_reason(request: Tracked, token_id: int, eos_token_ids: frozenset[int]) 
     if len(request.token_ids) >= request.token_limit:
         return FinishReason.LENGTH
     return None
+
+
+STEPS_BEFORE_GROWTH: Final = 256
+"""Steps that must fit before the budget is doubled: memory that another program used may be free again."""
+
+log = get_logger("cuelight.scheduler")
+
+
+class AdaptiveTokenBudget:
+    """The owner of the token budget: `tokens` is the budget of the next step, `most` the configured one."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.tokens = most
+        self._fitted = 0
+
+    def shrink(self, token_count: int) -> bool:
+        """Halve the budget after a step of `token_count` tokens ran out of memory; False where one token did."""
+        if token_count <= 1:
+            return False
+        self.tokens = token_count // 2
+        self._fitted = 0
+        log.warning("out_of_memory", token_count=token_count, token_budget=self.tokens)
+        return True
+
+    def step_fitted(self) -> bool:
+        """Count a finished step. Return whether the budget has grown."""
+        if self.tokens == self.most:
+            return False
+        self._fitted += 1
+        if self._fitted < STEPS_BEFORE_GROWTH:
+            return False
+        self.tokens, self._fitted = min(self.most, 2 * self.tokens), 0
+        return True

@@ -1,4 +1,4 @@
-"""The requests that wait, in the order in which a policy serves them. A long queue costs no more to join or leave."""
+"""The waiting requests in a policy's order of service. Joining and leaving stay cheap in a long queue."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from operator import attrgetter
 from typing import Final, TypeAlias
 
 from cuelight.actors.scheduler.policy import INPUT_TOKEN_COST, LEEWAY_TOKENS, Policy, Rank, Turns
-from cuelight.actors.scheduler.tracked import Tracked
+from cuelight.actors.scheduler.request import Request
 
-_Place: TypeAlias = tuple[bool, Rank, int, Tracked]
-"""Preempted requests (False) before the others, then by rank, which no two share; then the ticket it holds for."""
+_Place: TypeAlias = tuple[bool, Rank, int, Request]
+"""False if the request was preempted, so that it sorts first; its rank, which is unique; its ticket; the request."""
 
 
 COUNTERS_MAX: Final = 1024
-"""So many tenants are remembered before the first look at whom to forget."""
+"""Number of tenants' counters beyond which the first search for counters to drop takes place."""
 
 COUNTER_HIGH: Final = 1e6
-"""Here a float still holds a token of the heaviest tenant, which counts a millionth, to a part in a thousand."""
+"""Counter above which all are lowered. Here a float still resolves the smallest charge, 1e-6, to a part in 1,000."""
 
 ABOUT_SECONDS: Final = 60.0
 ABOUT_MAX: Final = 64
-"""A tenant is about for so long after its last request came, unless so many others came since."""
+"""A tenant is present for `ABOUT_SECONDS` after its last arrival, unless `ABOUT_MAX` others arrived since."""
 
 _tenant_of = attrgetter("service.tenant")
 
 
 class _Lane:
-    """The places of one lane, a heap, with those of requests that have left; `length` counts the others."""
+    """A heap of places, some of requests that have left; `length` counts the requests that wait."""
 
     __slots__ = ("length", "places")
 
@@ -41,16 +41,16 @@ class _Lane:
 class Queue:
     """Lanes of waiting requests: one lane, or one a tenant where the policy is fair.
 
-    A request that leaves out of turn is forgotten at once, and its place is skipped when it comes up. Of a lane that
-    is served by counter, the counter says what its tenant has received; a tenant that was away starts no lower than
-    those who waited meanwhile.
+    A request that leaves out of order is forgotten at once; its place is skipped when it comes to the head. Lanes of a
+    fair policy are served by the tenants' counters of received service. A tenant that returns starts at the lowest
+    counter of the waiting tenants or above.
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._waiting: dict[Tracked, int] = {}
+        self._waiting: dict[Request, int] = {}
         self._tickets = count(1)
         self.changes = 0
-        """How often anybody has joined or left; where tenants are charged, their order also changes in between."""
+        """How often a request has joined or left. Under a fair policy, charges also change the order."""
         self._begin(policy)
 
     def _begin(self, policy: Policy) -> None:
@@ -59,7 +59,7 @@ class Queue:
         self._counters: dict[str, float] = {}
         self._counters_max = COUNTERS_MAX
         self._last_to_leave = ""
-        # When the last request of each tenant that is about came, the latest last.
+        # When the last request of each present tenant arrived, the latest last.
         self._came_at: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -67,15 +67,15 @@ class Queue:
 
     @property
     def is_fair(self) -> bool:
-        """Whether tenants have lanes and are charged."""
+        """Whether each tenant has a lane and is charged for service."""
         return self._policy.is_fair
 
     def has_returning(self) -> bool:
-        """Whether any of them has run before."""
+        """Return whether a waiting request has run before."""
         return any(request.preemptions for request in self._waiting)
 
-    def join(self, request: Tracked) -> None:
-        """Wait from now on; one that was preempted before those of its lane that never ran."""
+    def join(self, request: Request) -> None:
+        """Add a request. A preempted request goes before those of its lane that have never run."""
         assert request not in self._waiting, "a request waits once"
         self._waiting[request] = ticket = next(self._tickets)
         self.changes += 1
@@ -83,7 +83,7 @@ class Queue:
         self._see(tenant, request.arrived_at)
         lane = self._lanes.get(tenant)
         if lane is None:
-            # With nobody waiting, the tenant that was served last says how far the others have come.
+            # If no tenant waits, the counter of the tenant that left last stands for those of the others.
             present = list(self._lanes) or [self._last_to_leave]
             least = self._lowered(min(self._counters.get(other, 0.0) for other in present))
             self._counters[tenant] = max(self._counters.get(tenant, 0.0), least)
@@ -92,8 +92,8 @@ class Queue:
         heapq.heappush(lane.places, (request.preemptions == 0, self._policy.rank(request), ticket, request))
         lane.length += 1
 
-    def leave(self, request: Tracked) -> None:
-        """Wait no longer."""
+    def leave(self, request: Request) -> None:
+        """Remove a waiting request."""
         del self._waiting[request]
         self.changes += 1
         tenant = self._tenant(request)
@@ -103,16 +103,16 @@ class Queue:
             del self._lanes[tenant]
             self._last_to_leave = tenant
         elif len(lane.places) > 2 * lane.length + 64:
-            # Those who left must not pile up behind a head that waits for long.
+            # Places of requests that left must not accumulate behind a head that waits for long.
             lane.places = [place for place in lane.places if self._holds(place)]
             heapq.heapify(lane.places)
 
-    def head(self, wanted: int, without: Container[str] = ()) -> list[Tracked]:
-        """The next `wanted` requests in the order of service, as if each were served its prompt. They go on waiting.
+    def head(self, wanted: int, without: Container[str] = ()) -> list[Request]:
+        """Return the next `wanted` requests in the order of service, as if each prompt were charged. They stay queued.
 
-        Passes over those of tenants in `without`.
+        Requests of the tenants in `without` are passed over.
         """
-        heads: list[Tracked] = []
+        heads: list[Request] = []
         order = [(self._counters[tenant], tenant) for tenant in self._lanes if tenant not in without]
         heapq.heapify(order)
         seen: list[tuple[list[_Place], _Place]] = []
@@ -133,24 +133,24 @@ class Queue:
             heapq.heappush(places, place)
         return heads
 
-    def charge(self, request: Tracked, tokens: float) -> None:
-        """The request's tenant was served so many tokens' worth."""
+    def charge(self, request: Request, tokens: float) -> None:
+        """Charge the request's tenant for `tokens` of service, if the policy is fair."""
         if self._policy.is_fair:
             tenant = request.service.tenant
             self._counters[tenant] = self._counters.get(tenant, 0.0) + self._policy.cost(tenant, tokens)
 
-    def charge_prompt(self, request: Tracked) -> None:
-        """More of its prompt may have been computed: each token of it is charged once, however often that happens."""
+    def charge_prompt(self, request: Request) -> None:
+        """Charge the tenant for newly computed prompt tokens. Recomputed tokens are not charged again."""
         tokens = min(request.computed, request.prompt_tokens) - request.charged_tokens
         if tokens > 0:
             request.charged_tokens += tokens
             self.charge(request, INPUT_TOKEN_COST * tokens)
 
-    def turns(self, running: Collection[Tracked], now: float) -> Turns | None:
-        """How tenants share a step, where more than one is about.
+    def turns(self, running: Collection[Request], now: float) -> Turns | None:
+        """Return how tenants share a step; None if the policy is not fair or fewer than two tenants are present.
 
-        Only those that want prompts computed are compared: one that has received less and wants none keeps nobody's
-        turn from coming.
+        Only the counters of tenants with prompts to compute are compared: the counter of a tenant without any must not
+        end the turn of another.
         """
         if not self._policy.is_fair:
             return None
@@ -163,8 +163,8 @@ class Queue:
         least = min([self._counters.get(tenant, 0.0) for tenant in [*self._lanes, *prefilling]], default=0.0)
         return Turns(self._policy, self._counters, least, self._lanes.keys())
 
-    def sated(self, running: Iterable[Tracked], turns: Turns, prefill_tokens: int) -> set[str]:
-        """Tenants whose turn it is not, and whose running prompts have so many tokens yet to be computed."""
+    def saturated_tenants(self, running: Iterable[Request], turns: Turns, prefill_tokens: int) -> set[str]:
+        """Return tenants without a turn whose running prompts have at least `prefill_tokens` left to compute."""
         left: dict[str, int] = {}
         for request in running:
             if request.scheduled < request.prefill_tokens:
@@ -172,19 +172,19 @@ class Queue:
                 left[tenant] = left.get(tenant, 0) + request.prefill_tokens - request.scheduled
         return {tenant for tenant, tokens in left.items() if tokens >= prefill_tokens and not turns.is_turn(tenant)}
 
-    def usurpation(
+    def find_claim(
         self,
-        running: Collection[Tracked],
+        running: Collection[Request],
         total: float,
-        size: Callable[[Tracked], float],
-        is_aside: Callable[[Tracked], bool] = lambda _: False,
-    ) -> tuple[Tracked, Tracked] | None:
-        """Who of those that wait may take the place of whom of those that run, for the sake of their tenants' shares.
+        size: Callable[[Request], float],
+        is_aside: Callable[[Request], bool] = lambda _: False,
+    ) -> tuple[Request, Request] | None:
+        """Return a waiting claimant and the running victim whose place it may take for its tenant's share, or None.
 
-        `size` says how much of `total` a request holds, or would hold; those set aside cannot be let in. The one's
-        tenant lacks its share and has not received more, beyond the leeway. Of the tenant that holds most, the last in
-        rank gives way that is not sheltered, if that tenant still holds no less afterwards, each by its weight: so
-        nobody can take back what it gave, and with one tenant alone nobody gives way.
+        `size` is the part of `total` that a request holds or would hold. A claimant that `is_aside` cannot be admitted.
+        The claimant's tenant lacks its share and has received no more than the victim's, leeway included. The victim is
+        the last in rank of the tenant that holds most, without protected requests. By weight, the victim's tenant must
+        still hold no less afterwards, so that it cannot claim the place back. A single tenant has no victims.
         """
         if not self._policy.is_fair or not self._lanes:
             return None
@@ -196,30 +196,30 @@ class Queue:
         cost = self._policy.cost
         least = min(self._lanes, key=lambda tenant: (cost(tenant, held[tenant]), self._counters[tenant]))
         most = max(held, key=lambda tenant: cost(tenant, held[tenant]))
-        usurper = self._first(self._lanes[least])
-        if usurper.pending or is_aside(usurper) or not self._lacks(least, held, total, size(usurper)):
+        claimant = self._first(self._lanes[least])
+        if claimant.pending or is_aside(claimant) or not self._lacks(least, held, total, size(claimant)):
             return None
         if self._counters[least] > self._counters.get(most, 0.0) + cost(least, LEEWAY_TOKENS):
             return None
-        theirs = [each for each in running if each.service.tenant == most and not each.is_sheltered]
+        theirs = [each for each in running if each.service.tenant == most and not each.is_protected]
         victim = max(theirs, key=self._policy.rank, default=None)
-        if victim is None or cost(most, held[most] - size(victim)) < cost(least, held[least] + size(usurper)):
+        if victim is None or cost(most, held[most] - size(victim)) < cost(least, held[least] + size(claimant)):
             return None
-        return usurper, victim
+        return claimant, victim
 
     def _lacks(self, tenant: str, held: Mapping[str, float], total: float, size: float) -> bool:
-        """Whether a tenant that waits holds less than its share, or, where its queue wants more than that, than half.
+        """Return whether a waiting tenant holds less than its share, or than half of it if its queue wants more.
 
-        Between tenants that could fill the machine alone, the order of admission does the rest without preempting.
+        Between tenants that could each use `total` alone, the order of admission balances the rest without preemption.
         """
         share = total * self._policy.share(tenant, held)
         wanted = held[tenant] + size * self._lanes[tenant].length
         return held[tenant] < (share if wanted <= share else share / 2)
 
     def reorder(self, policy: Policy) -> None:
-        """Serve by this policy from now on. Nobody is lost; whoever waited longest is still first among equals.
+        """Replace the policy. Every request stays; requests of equal rank keep their order.
 
-        From one fair policy to another, what tenants have received is remembered; new weights count from now on.
+        From one fair policy to another, the counters are kept; new weights apply to later charges.
         """
         if policy.is_fair and self._policy.is_fair:
             self._policy = policy
@@ -229,16 +229,16 @@ class Queue:
         for request in waiting:
             self.join(request)
 
-    def victim(self, running: Iterable[Tracked]) -> Tracked:
-        """Who of these loses its blocks first: of the tenant that has received most, the last in rank.
+    def victim(self, running: Iterable[Request]) -> Request:
+        """Return the running request to preempt first: the last in rank of the tenant that has received most.
 
-        Those that are sheltered come after all others: they would only take their place back.
+        Under a fair policy, protected requests come after all others: they would only claim their place back.
         """
         is_fair, counters = self._policy.is_fair, self._counters
         return max(
             running,
             key=lambda each: (
-                not (is_fair and each.is_sheltered),
+                not (is_fair and each.is_protected),
                 counters.get(self._tenant(each), 0.0),
                 self._policy.rank(each),
             ),
@@ -250,26 +250,26 @@ class Queue:
             del self._came_at[next(iter(self._came_at))]
 
     def _lowered(self, least: float) -> float:
-        """The same `least`, after taking it off every counter where it is so high that small charges would be lost."""
+        """Return `least`, or 0 after subtracting it from every counter if it is above `COUNTER_HIGH`."""
         if least <= COUNTER_HIGH:
             return least
         self._counters = {tenant: counter - least for tenant, counter in self._counters.items()}
         return 0.0
 
     def _forget_tenants(self, least: float) -> None:
-        """Names of tenants are the clients' to choose. One that would be brought up to `least` needs no counter."""
+        """Drop counters below `least`, which `join` would raise to it. Clients may name any number of tenants."""
         if len(self._counters) > self._counters_max:
             self._counters = {t: c for t, c in self._counters.items() if c >= least or t in self._lanes}
             self._counters_max = 2 * len(self._counters) + COUNTERS_MAX
 
-    def _first(self, lane: _Lane) -> Tracked:
+    def _first(self, lane: _Lane) -> Request:
         while not self._holds(lane.places[0]):
             heapq.heappop(lane.places)
         return lane.places[0][3]
 
     def _holds(self, place: _Place) -> bool:
-        """Whether whoever took this place still waits for it."""
+        """Return whether the request that took this place still waits."""
         return self._waiting.get(place[3]) == place[2]
 
-    def _tenant(self, request: Tracked) -> str:
+    def _tenant(self, request: Request) -> str:
         return request.service.tenant if self._policy.is_fair else ""

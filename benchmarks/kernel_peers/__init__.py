@@ -1,4 +1,4 @@
-"""What `benchmarks.kernel` compares, each side in a process of its own: `python -m benchmarks.kernel_peers` runs one.
+"""The sides that `benchmarks.kernel` compares; `python -m benchmarks.kernel_peers` runs one in its own process.
 
 An experiment is a function from `Effort` to `Outcome`, plain or a coroutine function. This module needs the standard
 library only, since the other libraries live in an environment without ours.
@@ -23,7 +23,7 @@ PROCESS: Final = "ask into a process, µs a round trip"
 BURST: Final = 1000
 """Messages told at once, before waiting until they are handled."""
 CAPACITY: Final = 1024
-"""Of every bounded queue: a burst and the question that follows it fit."""
+"""Capacity of every bounded queue: a burst and the question that follows it fit."""
 ASKS: Final = 100
 """Round trips of one batch, one after another."""
 ASKERS: Final = 100

@@ -28,7 +28,7 @@ from benchmarks.kernel_peers import (
     spawned,
     told,
 )
-from cuelight.kernel import Actor, ActorSpec, Address, Context, InProcess, Ref, Role, System
+from cuelight.kernel import Actor, ActorSpec, Context, InProcess, Recipient, Ref, Role, System
 from cuelight.kernel import ask as ask_actor
 
 
@@ -41,14 +41,14 @@ class Count(msgspec.Struct, frozen=True, tag=True):
 class Total(msgspec.Struct, frozen=True, tag=True):
     """Answered with the total."""
 
-    reply_to: Address[int]
+    reply_to: Recipient[int]
 
 
 class Echo(msgspec.Struct, frozen=True, tag=True):
     """Answered with the same value."""
 
     value: int
-    reply_to: Address[int]
+    reply_to: Recipient[int]
 
 
 Message: TypeAlias = Count | Total | Echo

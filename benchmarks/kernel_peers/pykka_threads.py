@@ -100,7 +100,7 @@ def crowd(effort: Effort) -> Outcome:
 
 
 def spawn(effort: Effort) -> Outcome:
-    """Many actors, so many threads."""
+    """Start many actors, each with a thread of its own."""
     gc.collect()
     kib = memory_kib()
     begin = time.perf_counter()

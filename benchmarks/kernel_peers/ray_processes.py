@@ -44,7 +44,7 @@ class Replier:
         self._total += amount
 
     def total(self) -> int:
-        """What has been counted."""
+        """Return the number of counted calls."""
         return self._total
 
     def echo(self, value: int) -> int:
@@ -75,7 +75,7 @@ def _cluster() -> Iterator[None]:
 
 
 def tell(effort: Effort) -> Outcome:
-    """Bursts of calls whose results nobody gets, each followed by a question after their number."""
+    """Send bursts of calls without fetching their results, each burst followed by a call that returns their number."""
     sent = 0
     with _cluster():
         actor = RemoteReplier.remote()

@@ -47,7 +47,7 @@ class Replier(xoscar.Actor):  # type: ignore[misc]  # the same
         self._total += amount
 
     def total(self) -> int:
-        """What has been counted."""
+        """Return the number of counted messages."""
         return self._total
 
     def echo(self, value: int) -> int:

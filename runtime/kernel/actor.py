@@ -1,5 +1,6 @@
-"""What an actor is and what it is given; and a cast as data: who there is, what each accepts, how each is built, where
-it lives and what follows its death.
+"""Actors, their contexts, and the specs of a cast.
+
+An `ActorSpec` is data: the role that an actor plays, how the actor is built, where it lives, and its restart policy.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Generic, Never, Protocol, TypeAlias, TypeVar, Union, get_args, get_origin
 
-from cuelight.kernel.clock import Moment, Timer
+from cuelight.kernel.clock import ActorClock, Timer
 from cuelight.kernel.ref import Ref
 from cuelight.kernel.supervision import RestartPolicy
 from cuelight.kernel.worker import Worker
@@ -24,54 +25,54 @@ M_contra = TypeVar("M_contra", contravariant=True)
 class Actor(ABC, Generic[M_contra]):
     """State behind a mailbox. Handlers run to completion, one message at a time, and never await.
 
-    Its life begins in its constructor and ends when it is stopped or when it raises anything: then it has crashed.
+    A life begins in the constructor and ends when the actor is stopped or crashes: raises any exception.
     """
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if inspect.iscoroutinefunction(cls.handle):
-            raise TypeError(f"{cls.__name__}.handle must be synchronous: what must be waited for is a later message")
+            raise TypeError(f"{cls.__name__}.handle must be synchronous; send awaited results as a later message")
 
     def started(self) -> None:
-        """Called once, before the first message."""
+        """Hook, called once before the first message."""
 
     @abstractmethod
     def handle(self, message: M_contra) -> None:
-        """React to one message: change own state, tell others, or hand blocking work to a worker."""
+        """Handle one message: change the actor's state, send messages, or submit blocking work to a worker."""
 
     def stopped(self) -> None:
-        """Called once, after the last message; not after a crash."""
+        """Hook, called once after the last message; not after a crash."""
 
 
 class Context(Protocol[M_contra]):
-    """An actor's surroundings, for one life: its own address, the others', time, chance, timers and threads."""
+    """The interface of one life of an actor to its system: addresses, time, randomness, timers and workers."""
 
     @property
     def ref(self) -> Ref[M_contra]:
-        """Its own address."""
+        """The address of this actor."""
 
     @property
-    def clock(self) -> Moment:
-        """Time as this actor sees it: `clock.now()` is when the message being handled was delivered."""
+    def clock(self) -> ActorClock:
+        """The actor's clock: `clock.now()` is the time at which the message being handled was delivered."""
 
     @property
     def chance(self) -> random.Random:
-        """This life's own source of chance."""
+        """The random number generator of this life."""
 
     def find(self, role: Role[M]) -> Ref[M]:
-        """The address of the actor that plays `role`. Raises KeyError for a role outside the cast."""
+        """Return the address of the actor that plays `role`. Raises KeyError for a role outside the cast."""
 
     def worker(self, name: str) -> Worker[M_contra]:
-        """A new thread for blocking work, which posts its results to this actor. It ends with this life."""
+        """Start a worker for blocking work, which posts its results to this actor and ends with this life."""
 
     def after(self, seconds: float, message: M_contra) -> Timer:
-        """Post `message` to this actor once, `seconds` from now; not if it is cancelled or this life ends first."""
+        """Post `message` to this actor once, `seconds` from now, unless the timer is cancelled or this life ends."""
 
     def watch(self, role: Role[Never]) -> None:
-        """Be told `Terminated` at the end of each life of the actor that plays `role`; at once if it has stopped.
+        """Receive `Terminated` at the end of each life of the actor that plays `role`; at once if it has stopped.
 
-        A watch outlives restarts of both. Raises KeyError for a role outside the cast, and NotAccepted unless this
-        actor's own protocol has `Terminated`.
+        A watch survives restarts of both actors. Raises KeyError for a role outside the cast, and NotAccepted where
+        this actor's protocol lacks `Terminated`.
         """
 
     def spawn(self, part: ActorSpec[M]) -> Ref[M]:
@@ -88,8 +89,8 @@ class Context(Protocol[M_contra]):
 class Role(Generic[M_contra]):
     """A name with a protocol: the key under which the cast finds an actor's address.
 
-    `accepts` is the protocol's union (or its single type), `capacity` the bound of its mailbox in messages. `urgent`
-    messages overtake the others; list with each all those that it must not overtake.
+    `accepts` is the protocol's union (or its single type), `capacity` the bound of the mailbox in messages. Messages of
+    the `urgent` types overtake the others; list with each type all those that it must not overtake.
     """
 
     name: str
@@ -106,7 +107,7 @@ class Role(Generic[M_contra]):
             raise TypeError(f"urgent must be a tuple of types that {self.name!r} accepts, not {self.urgent!r}")
 
     def message_types(self) -> tuple[type, ...]:
-        """The members of the protocol, as classes: those of a generic one take messages of any of its types."""
+        """Return the members of the protocol as classes, a generic member without its arguments."""
         members = get_args(self.accepts) if get_origin(self.accepts) in (UnionType, Union) else (self.accepts,)
         return tuple(get_origin(member) or member for member in members)
 
@@ -120,14 +121,14 @@ class InLoop:
 
 @dataclass(frozen=True)
 class OnThread:
-    """The actor lives in an event loop of its own, on a thread of its own. Messages cross as msgpack."""
+    """The actor lives in its own event loop on its own thread. Messages cross as msgpack."""
 
     message_bytes_max: int = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class InProcess:
-    """The actor lives in a child process, started afresh; nothing is inherited. Messages cross as msgpack.
+    """The actor lives in a fresh child process, which inherits no state. Messages cross as msgpack.
 
     `build` must be a function, or a `functools.partial` of one, that another process can import.
     """
@@ -140,7 +141,7 @@ Placement: TypeAlias = InLoop | OnThread | InProcess
 
 @dataclass(frozen=True)
 class ActorSpec(Generic[M_contra]):
-    """Who plays a role: `build` makes the actor, at the start and at each restart."""
+    """The spec of one actor of a cast. `build` makes the actor, at the start and at each restart."""
 
     role: Role[M_contra]
     build: Callable[[Context[object]], Actor[M_contra]]
@@ -151,7 +152,10 @@ class ActorSpec(Generic[M_contra]):
         if not isinstance(self.restart_policy, RestartPolicy):
             raise TypeError(
                 f"the restart policy of {self.role.name!r} must be a RestartPolicy, not {self.restart_policy!r}; "
-                "the other fields are keywords"
+                "pass the other fields as keywords"
             )
         if not isinstance(self.placement, Placement):
-            raise TypeError(f"{self.role.name!r} can live InLoop(), OnThread() or InProcess(), not {self.placement!r}")
+            raise TypeError(
+                f"the placement of {self.role.name!r} must be InLoop(), OnThread() or InProcess(), not "
+                f"{self.placement!r}"
+            )

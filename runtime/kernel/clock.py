@@ -1,4 +1,4 @@
-"""Time, injected: actors ask their clock, so that a simulator can own it."""
+"""Injected time: actors read the clock of their context, which a simulator replaces."""
 
 import asyncio
 import time
@@ -7,24 +7,24 @@ from typing import Protocol
 
 
 class Timer(Protocol):
-    """Something that will happen, unless cancelled first. Can be referred to weakly."""
+    """A scheduled callback that can be cancelled. Supports weak references."""
 
     def cancel(self) -> object:
-        """Let it not happen; harmless when it already has."""
+        """Cancel the callback; harmless after it was called."""
 
 
 class Clock(Protocol):
     """A monotonic clock."""
 
     def now(self) -> float:
-        """Seconds since some fixed moment; never goes back."""
+        """Return the seconds since some fixed moment; never decreases."""
 
     def call_later(self, delay: float, callback: Callable[[], object], /) -> Timer:
         """Call back once, `delay` seconds from now."""
 
 
 class LoopClock:
-    """The machine's monotonic clock, with the timers of the event loop that runs."""
+    """The machine's monotonic clock, with the timers of the running event loop."""
 
     now = staticmethod(time.monotonic)  # uvloop's own clock stands still while a handler runs
 
@@ -33,10 +33,10 @@ class LoopClock:
         return asyncio.get_running_loop().call_later(delay, callback)
 
 
-class Moment:
-    """What a system's mailboxes and actors know of now: who acts, and when it began to.
+class ActorClock:
+    """The clock of a system's actors and mailboxes: the name of the actor that acts, and the time of its message.
 
-    Time stands still while a handler runs: it is when its message was delivered, so that a recorded inbox replays.
+    Time stands still while a handler runs, at the delivery of its message, so that a recorded inbox replays.
     """
 
     __slots__ = ("acting", "seconds")
@@ -46,5 +46,5 @@ class Moment:
         self.seconds = 0.0
 
     def now(self) -> float:
-        """When the message being handled was delivered."""
+        """Return the time at which the message being handled was delivered."""
         return self.seconds

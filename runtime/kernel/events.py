@@ -1,13 +1,15 @@
-"""What a tap sees: the beginning and the end of every life, and every delivery between them."""
+"""The events that a tap receives: the beginning and the end of every life, and every delivery between them."""
 
 from collections.abc import Callable
 from typing import TypeAlias
 
 import msgspec
 
+from cuelight.kernel.supervision import ExitCause
+
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """An actor was built: its `life`-th life, counted from 1. `seed` is that of its context's chance."""
+    """A life of an actor begins: its `life`-th one, counted from 1. `seed` is that of `Context.chance`."""
 
     seconds: float
     actor: str
@@ -16,9 +18,10 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Delivered(msgspec.Struct, frozen=True, tag=True):
-    """`actor` is about to handle `message`; `seconds` is the time it will see.
+    """`actor` is about to handle `message`; `seconds` is the time that its clock will show.
 
-    Of an actor that lives elsewhere this is seen a little later, when the system hears that it has begun.
+    For an actor on a thread or in a process, the event comes after the handling began, when its acknowledgement
+    arrives.
 
     `sender` is an actor's name, "" for code outside the actors, "(own)" for the actor's own threads and timers.
     """
@@ -30,12 +33,14 @@ class Delivered(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A life is over; `error` is empty where the actor stopped in order."""
+    """The end of a life. `error` is empty where the actor stopped in order; `killed_by` is as in `Terminated`."""
 
     seconds: float
     actor: str
     life: int
     error: str
+    cause: ExitCause
+    killed_by: str = ""
 
 
 Event: TypeAlias = Started | Delivered | Ended

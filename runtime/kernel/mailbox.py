@@ -1,7 +1,7 @@
-"""One actor's bounded queue of messages.
+"""The bounded message queue of one actor.
 
-Two lanes: urgent messages overtake the others. Within a lane the order of arrival holds, so whatever must not overtake
-a message belongs in that message's lane.
+A mailbox has two lanes: urgent messages overtake ordinary ones. Within a lane, messages keep their order of arrival, so
+messages that must not overtake each other belong in the same lane.
 """
 
 import asyncio
@@ -11,21 +11,24 @@ from dataclasses import dataclass
 from typing import Final, Never, TypeAlias
 
 from cuelight.kernel.actor import Role
-from cuelight.kernel.clock import Clock, Moment
+from cuelight.kernel.clock import ActorClock, Clock
 from cuelight.kernel.errors import MailboxFull, NotAccepted
 
 OWN: Final = "(own)"
-"""The sender of what an actor's threads and timers post to it. Such messages die with the life that caused them."""
+"""The sender of messages that an actor's workers and timers post. They are dropped when the life ends that caused them.
+"""
 
 Entry: TypeAlias = tuple[float, str, object]
-"""When it arrived, who sent it ("" is code outside the actors), and the message."""
+"""Time of arrival, name of the sender ("" for code outside the actors), and the message."""
 
 
 @dataclass(frozen=True)
 class MailboxStatistics:
-    """`length` and `peak` count messages, against `capacity`; `dropped` came after the actor had stopped.
+    """The figures of a mailbox. `length`, `peak`, `capacity`, `delivered` and `dropped` count messages.
 
-    What an actor posts to itself is never refused, so the peak may be above the capacity by that much.
+    Messages that an actor posts to itself are never refused, so the peak may exceed the capacity by their number.
+    `dropped` messages arrived after the mailbox was closed, or were discarded with it, with an ended life, or with a
+    process.
     """
 
     length: int
@@ -39,30 +42,30 @@ class MailboxStatistics:
 class Mailbox:
     """A bounded queue with one reader. Belongs to the event loop's thread; not thread-safe."""
 
-    def __init__(self, role: Role[Never], clock: Clock, moment: Moment | None = None) -> None:
+    def __init__(self, role: Role[Never], clock: Clock, actor_clock: ActorClock | None = None) -> None:
         self.name = role.name
         self.capacity = role.capacity
-        self.pack: Callable[[object], object] | None = None
-        """Turns a message into what the queue keeps of it; may raise, at the sender."""
+        self.convert: Callable[[object], object] | None = None
+        """Converts a message to the form in which the queue holds it; may raise, at the sender."""
         self.urgent: deque[Entry] = deque()
         self.ordinary: deque[Entry] = deque()
         self._lanes = {kind: self.urgent if kind in role.urgent else self.ordinary for kind in role.message_types()}
-        self._moment = moment or Moment()
+        self._actor_clock = actor_clock or ActorClock()
         self._now = clock.now
         self._waiter: asyncio.Future[None] | None = None
         self.closed = False
-        """It accepts nothing more."""
+        """Whether the mailbox accepts no more messages."""
         self.is_dropped = False
-        """It was closed, and what waited in it was forgotten."""
+        """Whether the mailbox was closed and its waiting messages were dropped."""
         self._peak = self._delivered = self._dropped = 0
 
     def put(self, message: object) -> None:
-        """Queue a message for the actor; dropped, and counted, once the actor has stopped.
+        """Queue a message for the actor. A closed mailbox drops and counts the message.
 
         Raises:
             NotAccepted: the actor's protocol has no message of this type.
             MailboxFull: `capacity` messages are waiting.
-            NotSendable: the actor lives elsewhere, and the message cannot go there.
+            NotSendable: the actor lives on a thread or in a process, and the message cannot be encoded.
         """
         lane = self._lanes.get(type(message))
         if lane is None:
@@ -73,16 +76,16 @@ class Mailbox:
         length = len(self.urgent) + len(self.ordinary)
         if length >= self.capacity:
             raise MailboxFull(f"{self.name} already has {length} messages waiting")
-        if self.pack is not None:
-            message = self.pack(message)
-        lane.append((self._now(), self._moment.acting, message))
+        if self.convert is not None:
+            message = self.convert(message)
+        lane.append((self._now(), self._actor_clock.acting, message))
         if length >= self._peak:
             self._peak = length + 1
         if self._waiter is not None:
             self.wake()
 
     def post(self, message: object, sender: str = OWN) -> None:
-        """Queue what the actor caused itself, or the kernel tells it: of any type, and never refused."""
+        """Queue a message of the actor's own workers and timers, or of the kernel: of any type, and never refused."""
         if self.closed:
             self._dropped += 1
             return
@@ -91,13 +94,16 @@ class Mailbox:
         self.wake()
 
     def take(self) -> Entry:
-        """The next entry: the oldest urgent one, else the oldest. Raises IndexError when there is none."""
+        """Remove and return the oldest urgent entry, or else the oldest ordinary one. Raises IndexError when empty."""
         entry = (self.urgent or self.ordinary).popleft()
         self._delivered += 1
         return entry
 
     def give_back(self, lane: deque[Entry], entries: Sequence[Entry], *, lost: bool) -> None:
-        """Entries that were taken and never handled return to the front of their lane, in order; or they are lost."""
+        """Return entries that were taken and never handled to the front of their lane, in order; drop them if `lost`.
+
+        A closed mailbox drops them, too.
+        """
         self._delivered -= len(entries)
         if lost or self.closed:
             self._dropped += len(entries)
@@ -105,7 +111,7 @@ class Mailbox:
             lane.extendleft(reversed(entries))
 
     def begin_life(self) -> None:
-        """Forget what an earlier life's threads and timers have posted; everything else waits for the next one."""
+        """Drop the messages that an earlier life's workers and timers have posted; all others keep waiting."""
         for lane in (self.urgent, self.ordinary):
             kept = [entry for entry in lane if entry[1] is not OWN]
             self._dropped += len(lane) - len(kept)
@@ -113,9 +119,9 @@ class Mailbox:
             lane.extend(kept)
 
     async def wait(self, *, for_more: bool = False) -> None:
-        """Return when there is a message to take, the mailbox is closed, or someone called `wake`.
+        """Return when there is a message to take, the mailbox is closed, or `wake` was called.
 
-        With `for_more`, whatever there already is: when something is added, the mailbox is being closed, or on `wake`.
+        With `for_more`, disregard the present state: return at the next message, `close` or `wake`.
         """
         if not for_more and (self.urgent or self.ordinary or self.closed):
             return
@@ -127,12 +133,12 @@ class Mailbox:
             self._waiter = None
 
     def wake(self) -> None:
-        """Let the reader look around."""
+        """Let `wait` return."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def close(self, *, drop: bool) -> None:
-        """Accept nothing more; with `drop`, forget what is waiting too."""
+        """Accept no more messages; with `drop`, drop the waiting ones, too."""
         self.closed = True
         if drop:
             self.is_dropped = True
@@ -145,7 +151,7 @@ class Mailbox:
         return len(self.urgent) + len(self.ordinary)
 
     def statistics(self) -> MailboxStatistics:
-        """A snapshot; costs nothing while messages flow."""
+        """Return the mailbox's present figures."""
         arrivals = [lane[0][0] for lane in (self.urgent, self.ordinary) if lane]
         age = self._now() - min(arrivals) if arrivals else 0.0
         return MailboxStatistics(len(self), self._peak, self.capacity, age, self._delivered, self._dropped)

@@ -1,4 +1,4 @@
-"""Addresses of actors, and the one way to await an answer from outside them."""
+"""Addresses of actors, and `ask`, with which code outside the actors awaits an answer."""
 
 import asyncio
 import math
@@ -13,20 +13,21 @@ M_contra = TypeVar("M_contra", contravariant=True)
 A = TypeVar("A")
 
 PAUSE_SECONDS: Final = 0.002
-"""Between two looks at what has waited for too long, so that looking cannot take all the time where much does."""
+"""Least time between two scans for overdue futures, so that scans cannot take all the time where many are overdue."""
 
 
 @runtime_checkable
-class Address(Protocol[M_contra]):
-    """Anything that takes messages of type `M`. What a request's `reply_to` is."""
+class Recipient(Protocol[M_contra]):
+    """Any object that takes messages of one type: the type of a request's `reply_to`."""
 
     def tell(self, message: M_contra, /) -> None:
-        """Hand over one message without waiting."""
+        """Send one message without waiting."""
 
 
 class Ref(Generic[M_contra]):
-    """The address of an actor: all that others hold of it. Valid across its restarts, also on another thread's loop
-    or in another process when it came there in a message.
+    """The address of an actor, valid across its restarts.
+
+    A message can carry an address to an actor on another thread or in another process, where it works as well.
     """
 
     __slots__ = ("__weakref__", "_is_stopped", "deadlines", "name", "tell")
@@ -36,27 +37,27 @@ class Ref(Generic[M_contra]):
     ) -> None:
         self.name = name
         self.tell: Callable[[M_contra], None] = tell
-        """Queue a message without waiting. A stopped actor's are dropped.
+        """Queue a message without waiting. A stopped actor's messages are dropped.
 
-        Raises `NotAccepted`, `MailboxFull`, or, for an actor that lives elsewhere, `NotSendable`. What another
-        thread's or process's actor tells is checked against the mailbox's bound only when it arrives; a full mailbox
-        then crashes its sender.
+        Raises `NotAccepted`, `MailboxFull`, or, for an actor on a thread or in a process, `NotSendable`. A message from
+        an actor on another thread or in another process is checked against the mailbox's capacity when it arrives; a
+        full mailbox then crashes the sender.
         """
         self._is_stopped = is_stopped
-        self.deadlines: Deadlines | None = None
-        """Those of its system, which everybody's asks share."""
+        self.deadlines: AskDeadlines | None = None
+        """The deadlines that all asks of the actor's system share."""
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the actor has stopped for good. Only known where the actor's system runs."""
+        """Whether the actor has stopped for good. False on other threads and in other processes than its system's."""
         return self._is_stopped()
 
     def __repr__(self) -> str:
         return f"<Ref {self.name}>"
 
 
-class _Answer:
-    """A return address that resolves a future with the first message it is told."""
+class _FutureRecipient:
+    """A return address that resolves a future with the first message."""
 
     __slots__ = ("__weakref__", "_future")
 
@@ -68,28 +69,28 @@ class _Answer:
             self._future.set_result(message)
 
 
-class Deadlines:
-    """Until when each of the futures that wait in one event loop may wait: one timer, for the earliest of them.
+class AskDeadlines:
+    """The deadlines of all asks in one event loop, with one timer for the earliest.
 
-    A timer of its own would cost each ask a sixth of its time, and hardly any ever fires.
+    A timer for each ask would cost a sixth of the ask's time, and hardly any timer ever fires.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
         self.loop = loop
         self._clock = clock
         self.due: dict[asyncio.Future[object], float] = {}
-        """Those that wait. Whoever waits no longer takes itself away."""
+        """The waiting futures with their deadlines in seconds of the clock. `ask` removes its future."""
         self._cancel: Callable[[], object] = lambda: None
         self._next_look = math.inf
 
     def add(self, future: asyncio.Future[object], seconds: float) -> None:
-        """Give it `AskTimeout` so long from now, or a few milliseconds later, unless it is taken away before."""
+        """Set `AskTimeout` on the future `seconds` from now or a few milliseconds later, unless it is removed first."""
         due = self.due[future] = self._clock.now() + seconds
         if due < self._next_look:
             self._look_at(due)
 
     def close(self) -> None:
-        """Leave no timer behind where nothing waits."""
+        """Cancel the timer if no future waits."""
         if not self.due:
             self._cancel()
 
@@ -107,25 +108,25 @@ class Deadlines:
             self._look_at(max(earliest, now + PAUSE_SECONDS))
 
 
-async def ask(ref: Ref[M], request: Callable[[Address[A]], M], timeout_seconds: float) -> A:
+async def ask(ref: Ref[M], request: Callable[[Recipient[A]], M], timeout_seconds: float) -> A:
     """Send `request(return_address)` and await its one answer. For code outside the actors only.
 
     Raises:
         AskTimeout: no answer within `timeout_seconds`.
-        ActorStopped: there will never be one.
+        ActorStopped: the actor had stopped for good.
         NotAccepted, MailboxFull, NotSendable: as `Ref.tell`.
     """
     if ref.is_stopped:
         raise ActorStopped(f"{ref!r} has stopped")
     loop = asyncio.get_running_loop()
     future: asyncio.Future[object] = loop.create_future()
-    ref.tell(request(_Answer(future)))
+    ref.tell(request(_FutureRecipient(future)))
     deadlines = ref.deadlines
     if deadlines is None or deadlines.loop is not loop:
-        deadlines = Deadlines(loop, LoopClock())
+        deadlines = AskDeadlines(loop, LoopClock())
     deadlines.add(future, timeout_seconds)
     try:
-        return await future  # type: ignore[return-value]  # as what was asked for takes no other
+        return await future  # type: ignore[return-value]  # the request's `reply_to` takes no other type
     except AskTimeout:
         raise AskTimeout(f"{ref!r} did not answer within {timeout_seconds} s") from None
     finally:

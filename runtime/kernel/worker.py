@@ -1,4 +1,4 @@
-"""A thread for work that blocks, on behalf of one actor."""
+"""Workers: threads for the blocking work of one actor."""
 
 import asyncio
 import threading
@@ -13,22 +13,22 @@ T = TypeVar("T")
 
 
 class Worker(Protocol[M_contra]):
-    """Blocking work for one actor, done one piece after another, in order, elsewhere than in its handlers."""
+    """Runs blocking jobs for one actor outside its handlers, one after another, in order."""
 
     def submit(
         self, work: Callable[[], T], done: Callable[[T], M_contra], failed: Callable[[Exception], M_contra]
     ) -> None:
-        """Run `work()`; then the actor hears `done(result)`, or `failed(error)` if it raised."""
+        """Run `work()`; then post `done(result)` to the actor, or `failed(error)` if the work raised."""
 
     def close(self, *, drop: bool = False) -> None:
-        """Take no more work; end after what is queued (with `drop`, after what is being done)."""
+        """Accept no more jobs; end after the queued ones (with `drop`, after the running one)."""
 
 
 class WorkerThread(Generic[M_contra]):
-    """A worker with a thread of its own, which posts each result to the event loop.
+    """A worker with its own thread, which posts each result to the event loop.
 
-    To wake the loop is to let go of the interpreter's lock, which the loop then keeps for all that follows from the
-    result. Where the next piece of work waits already it is to begin at once, so a second thread wakes the loop.
+    Waking the loop releases the interpreter's lock, which the loop then holds while it handles the result. Where the
+    next job waits already, a second thread, the courier, wakes the loop, so that the job begins at once.
     """
 
     def __init__(self, name: str, post: Callable[[M_contra], None], loop: asyncio.AbstractEventLoop) -> None:
@@ -39,33 +39,33 @@ class WorkerThread(Generic[M_contra]):
         self._loop = loop
         self._drop = False
         self.has_ended = asyncio.Event()
-        """Set when the thread has done all that it will do."""
-        # A daemon, so that work which never returns cannot keep the host program from exiting.
+        """Set when the thread has finished its last job."""
+        # A daemon, so that a job which never returns cannot keep the host program from exiting.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(
         self, work: Callable[[], T], done: Callable[[T], M_contra], failed: Callable[[Exception], M_contra]
     ) -> None:
-        """Run `work()` on the thread; then the actor hears `done(result)`, or `failed(error)` if it raised."""
+        """Run `work()` on the thread; then post `done(result)` to the actor, or `failed(error)` if the work raised."""
 
         def job() -> Callable[[], None]:
             try:
                 try:
                     message = done(work())
                 except BaseException as error:
-                    # What would end a thread in silence, such as SystemExit, must not leave the actor waiting.
-                    given_up = RuntimeError(f"the work gave up its thread: {error!r}")
+                    # SystemExit and its like would end the thread in silence and leave the actor waiting.
+                    given_up = RuntimeError(f"the work raised {error!r}, which is no Exception")
                     message = failed(error if isinstance(error, Exception) else given_up)
             except BaseException as worse:
-                # No message of the actor's says this, so it crashes on it, as it should.
+                # `done` or `failed` raised: the actor receives the exception itself and crashes on it.
                 message = cast(M_contra, worse)
             return partial(self._post, message)
 
         self._jobs.put(job)
 
     def close(self, *, drop: bool = False) -> None:
-        """Take no more work; the thread ends after what is queued (with `drop`, after what it is doing).
+        """Accept no more jobs; the thread ends after the queued ones (with `drop`, after the running one).
 
         Does not wait: see `ended`.
         """
@@ -73,7 +73,7 @@ class WorkerThread(Generic[M_contra]):
         self._jobs.put(None)
 
     async def ended(self) -> None:
-        """Wait until the thread is gone."""
+        """Wait until the thread has ended."""
         await self.has_ended.wait()
         self._thread.join()
         if self._courier is not None:
@@ -83,7 +83,7 @@ class WorkerThread(Generic[M_contra]):
         while not self._loop.is_closed() and (job := self._jobs.get()) is not None:
             if not self._drop:
                 self._deliver(job())
-            del job  # an idle thread keeps nothing of its last job alive
+            del job  # do not keep the last job alive while waiting
         self._deliver(self.has_ended.set)
         self._results.put(None)
 
@@ -102,5 +102,5 @@ class WorkerThread(Generic[M_contra]):
             del post
 
     def _wake(self, post: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the loop was closed without stopping the system: there is nobody left to tell
+        with suppress(RuntimeError):  # the loop was closed without stopping the system
             self._loop.call_soon_threadsafe(post)

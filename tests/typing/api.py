@@ -59,13 +59,13 @@ async def engine_api(engine: Engine) -> None:
 
 
 async def wrong_engine_options(engine: Engine) -> None:
-    Engine("name", token_budget="many")  # type: ignore[arg-type]  # a number
+    Engine("name", token_budget="many")  # type: ignore[arg-type]  # expects a number
     Engine("name", budget=1)  # type: ignore[call-arg]  # no such option
-    engine.stream("text", max_tokens="3")  # type: ignore[arg-type]  # a number
+    engine.stream("text", max_tokens="3")  # type: ignore[arg-type]  # expects a number
     engine.stream("text", max_token=3)  # type: ignore[call-arg]  # no such option
-    engine.stream("text", priority="high")  # type: ignore[arg-type]  # a number
-    engine.set_policy(aging_seconds=1.0)  # type: ignore[call-arg]  # which?
-    await engine.chat().say(3)  # type: ignore[arg-type, misc]  # text is asked, and a stream is no awaitable
+    engine.stream("text", priority="high")  # type: ignore[arg-type]  # expects a number
+    engine.set_policy(aging_seconds=1.0)  # type: ignore[call-arg]  # names no policy
+    await engine.chat().say(3)  # type: ignore[arg-type, misc]  # expects text; a stream is not awaitable
 
 
 async def start_and_stop(path: Path) -> None:
@@ -74,7 +74,7 @@ async def start_and_stop(path: Path) -> None:
     await engine.stop()
     assert_type(await engine.drain(30), int)
     await engine.reload(path, running="recompute")
-    await engine.reload("name", running="now")  # type: ignore[arg-type]  # one of two
+    await engine.reload("name", running="now")  # type: ignore[arg-type]  # expects "finish" or "recompute"
     assert_type(engine.resume(3, 7, tenant="a"), Stream)
     assert_type(engine.unclaimed, tuple[int, ...])
     async with Engine() as opened:
@@ -156,7 +156,7 @@ class Sum(Actor[SumMessage]):
                 self._total += number
             case Total(reply_to):
                 reply_to.tell(self._total)
-                reply_to.tell("much")  # type: ignore[arg-type]  # a number is asked for
+                reply_to.tell("much")  # type: ignore[arg-type]  # expects an int
             case Terminated(actor=actor, is_restarting=False):
                 self._context.dismiss(Role[Add](actor, Add, capacity=1))
             case Terminated(error=error):
@@ -169,30 +169,30 @@ async def kernel_api() -> None:
     async with System((ActorSpec(SUM, Sum),)) as system:
         ref = system.find(SUM)
         ref.tell(Add(1))
-        ref.tell("one")  # type: ignore[arg-type]  # no message of its protocol
+        ref.tell("one")  # type: ignore[arg-type]  # not in its protocol
         total: int = await ask(ref, Total, timeout_seconds=1)
         assert_type(total, int)
-        wrong: str = await ask(ref, Total, timeout_seconds=1)  # type: ignore[arg-type]  # its answer is a number
+        wrong: str = await ask(ref, Total, timeout_seconds=1)  # type: ignore[arg-type]  # the answer is an int
         assert wrong
         await ask(ref, Add, timeout_seconds=1)  # type: ignore[arg-type]  # has no return address
         await ask(ref, partial(Total), timeout_seconds=1)
-        await ask(ref, Total)  # type: ignore[call-arg]  # nobody waits for ever
+        await ask(ref, Total)  # type: ignore[call-arg]  # a timeout is required
         assert_type(system.statistics(), dict[str, MailboxStatistics])
         assert_type(system.spawn(ActorSpec(SUM, Sum)), Ref[SumMessage])
         system.dismiss(SUM, drop=True)
         await system.stop(timeout_seconds=1.0)
 
 
-def what_an_actor_is_given(context: Context[SumMessage], job: Path) -> None:
+def context_api(context: Context[SumMessage], job: Path) -> None:
     assert_type(context.ref, Ref[SumMessage])
     timer: Timer = context.after(1.0, Add(1))
     timer.cancel()
-    context.after(1.0, "late")  # type: ignore[arg-type]  # no message of its own
+    context.after(1.0, "late")  # type: ignore[arg-type]  # not a message of this actor
     context.watch(SUM)
-    context.watch("sum")  # type: ignore[arg-type]  # a role
+    context.watch("sum")  # type: ignore[arg-type]  # expects a Role
     worker: Worker[SumMessage] = context.worker("disk")
     worker.submit(job.read_text, done=lambda text: Add(len(text)), failed=lambda error: Add(0))
-    worker.submit(job.read_text, done=Add, failed=lambda error: Add(0))  # type: ignore[misc]  # a text is no number
+    worker.submit(job.read_text, done=Add, failed=lambda error: Add(0))  # type: ignore[misc]  # text is not a number
     assert_type(context.spawn(ActorSpec(SUM, Sum)), Ref[SumMessage])
 
 
@@ -200,16 +200,16 @@ class Adder(Actor[Add]):
     def handle(self, message: Add) -> None: ...
 
 
-def a_cast(tell: Ref[Add]) -> System:
+def system_api(tell: Ref[Add]) -> System:
     restart_policy = RestartPolicy(
         restarts_max=3, window_seconds=60.0, strategy=Strategy.REST_FOR_ONE, backoff_seconds=0.1
     )
-    RestartPolicy(strategy="rest for one")  # type: ignore[arg-type]  # a Strategy
+    RestartPolicy(strategy="rest for one")  # type: ignore[arg-type]  # expects a Strategy
     places: list[Placement] = [InLoop(), OnThread(), InProcess(message_bytes_max=1024)]
     part: ActorSpec[SumMessage] = ActorSpec(SUM, Sum, restart_policy, places[1])
-    ActorSpec(SUM, Sum, placement="thread")  # type: ignore[arg-type]  # a Placement
-    ActorSpec(SUM, lambda context: Adder())  # type: ignore[arg-type, return-value]  # takes less than its role promises
-    adder = ActorSpec(Role[Add]("adder", Add, capacity=1), Sum)  # one that takes more will do
+    ActorSpec(SUM, Sum, placement="thread")  # type: ignore[arg-type]  # expects a Placement
+    ActorSpec(SUM, lambda context: Adder())  # type: ignore[arg-type, return-value]  # accepts fewer than its role
+    adder = ActorSpec(Role[Add]("adder", Add, capacity=1), Sum)  # an actor may accept more than its role
 
     def tap(event: Event) -> None:
         match event:
@@ -226,8 +226,8 @@ def a_cast(tell: Ref[Add]) -> System:
     return System([part, adder], tap=tap, on_failure=lambda crash: None)
 
 
-def only_some_of_a_protocol(ref: Ref[SumMessage]) -> Address[Add]:
+def narrowed_address(ref: Ref[SumMessage]) -> Address[Add]:
     narrow: Ref[Add] = ref
-    wide: Ref[SumMessage | str] = ref  # type: ignore[assignment]  # it takes less than that
+    wide: Ref[SumMessage | str] = ref  # type: ignore[assignment]  # the ref accepts fewer types
     assert wide is ref
     return narrow

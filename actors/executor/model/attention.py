@@ -18,8 +18,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from cuelight.actors.executor.batch import Batch, Ints, Sequence
-from cuelight.actors.executor.model.pool import KVPool
+from cuelight.actors.executor.batch import Batch, BatchChunk, Ints
+from cuelight.actors.executor.model.kv_pool import KVPool
+from cuelight.messages.request import NULL_BLOCK
 
 ATTENTION_NAME = "cuelight_paged"
 
@@ -34,7 +35,7 @@ GATHERED_TOKENS_MAX = 8192
 
 
 @dataclass(frozen=True)
-class _Group:
+class _AttentionGroup:
     """R rows with n query tokens each, attending together.
 
     `queries`: flat indices [R * n]. `runs`: [R * kv_heads * blocks] (block, head) runs of the pool to gather.
@@ -59,25 +60,25 @@ class PagedAttention:
         self._device = device
         self._blocks = torch.from_numpy(batch.blocks).to(device)
         self._offsets = torch.from_numpy(batch.offsets).to(device)
-        # Blocks begun but not filled: what an earlier owner left in them may be NaN, which no mask keeps out (rule 61).
+        # Partly filled blocks: an earlier owner may have left NaN there, which no mask keeps out (rule `zeroed-pool`).
         begun = np.setdiff1d(batch.blocks[batch.offsets == 0], batch.blocks[batch.offsets == pool.block_size - 1])
         self._begun = torch.from_numpy(begun).to(device) if len(begun) else None
-        self._groups = [self._group(sequences) for sequences in _alike(batch.sequences, pool.block_size)]
+        self._groups = [self._group(chunks) for chunks in _alike(batch.chunks, pool.block_size)]
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
         runs = max((len(group.runs) for group in self._groups), default=0)
         self._key_buffer, self._value_buffer = pool.buffers(runs)
 
-    def _group(self, sequences: list[Sequence]) -> _Group:
-        pool, count = self._pool, sequences[0].stop - sequences[0].start
-        blocks = max(len(sequence.block_ids) for sequence in sequences)
-        table = np.zeros((len(sequences), blocks), np.int64)  # padded with the null block
-        for row, sequence in enumerate(sequences):
-            table[row, : len(sequence.block_ids)] = sequence.block_ids
+    def _group(self, chunks: list[BatchChunk]) -> _AttentionGroup:
+        pool, count = self._pool, chunks[0].stop - chunks[0].start
+        blocks = max(len(chunk.block_ids) for chunk in chunks)
+        table = np.full((len(chunks), blocks), NULL_BLOCK, np.int64)
+        for row, chunk in enumerate(chunks):
+            table[row, : len(chunk.block_ids)] = chunk.block_ids
         runs = table[:, None, :] * pool.kv_heads + np.arange(pool.kv_heads)[None, :, None]
-        lengths = np.array([sequence.context_length for sequence in sequences])
-        queries = np.concatenate([np.arange(sequence.start, sequence.stop) for sequence in sequences])
-        return _Group(
-            rows=len(sequences),
+        lengths = np.array([chunk.context_length for chunk in chunks])
+        queries = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
+        return _AttentionGroup(
+            rows=len(chunks),
             query_count=count,
             context=blocks * pool.block_size,
             queries=torch.from_numpy(queries).to(self._device),
@@ -130,20 +131,20 @@ class PagedAttention:
             out.index_copy_(0, group.queries, self._unfold(mine, group))
         return out
 
-    def _gather(self, stored: torch.Tensor, group: _Group, buffer: torch.Tensor) -> torch.Tensor:
+    def _gather(self, stored: torch.Tensor, group: _AttentionGroup, buffer: torch.Tensor) -> torch.Tensor:
         heads, head_dim = self._pool.kv_heads, stored.shape[-1]
         runs = stored.view(-1, self._pool.block_size * head_dim)
         gathered = buffer[: len(group.runs) * runs.shape[1]].view(-1, runs.shape[1])
         torch.index_select(runs, 0, group.runs, out=gathered)
         return gathered.view(group.rows, heads, group.context, head_dim)
 
-    def _fold(self, q: torch.Tensor, group: _Group) -> torch.Tensor:
+    def _fold(self, q: torch.Tensor, group: _AttentionGroup) -> torch.Tensor:
         """[R * n, heads, d] → [R, kv_heads, groups * n, d]: grouped heads become more queries of one KV head."""
         heads, head_dim = self._pool.kv_heads, q.shape[-1]
         q = q.view(group.rows, group.query_count, heads, self._query_groups, head_dim)
         return q.permute(0, 2, 3, 1, 4).reshape(group.rows, heads, -1, head_dim)
 
-    def _unfold(self, out: torch.Tensor, group: _Group) -> torch.Tensor:
+    def _unfold(self, out: torch.Tensor, group: _AttentionGroup) -> torch.Tensor:
         heads, head_dim = self._pool.kv_heads, out.shape[-1]
         out = out.view(group.rows, heads, self._query_groups, group.query_count, head_dim)
         return out.permute(0, 3, 1, 2, 4).reshape(group.rows * group.query_count, -1, head_dim)
@@ -158,23 +159,23 @@ def _capped_attention(
     return weights.to(v.dtype) @ v
 
 
-def _alike(sequences: list[Sequence], block_size: int) -> Iterator[list[Sequence]]:
+def _alike(chunks: list[BatchChunk], block_size: int) -> Iterator[list[BatchChunk]]:
     """Sequences to attend together: each prefill chunk alone, decodes with others of about their length."""
-    decodes: list[Sequence] = []
-    for single, some in groupby(sequences, key=lambda sequence: sequence.stop - sequence.start == 1):
+    decodes: list[BatchChunk] = []
+    for single, some in groupby(chunks, key=lambda chunk: chunk.stop - chunk.start == 1):
         if single:
             decodes.extend(some)
         else:
-            yield from ([sequence] for sequence in some)
-    decodes.sort(key=lambda sequence: len(sequence.block_ids))
-    group: list[Sequence] = []
-    for sequence in decodes:
-        blocks = len(sequence.block_ids)
+            yield from ([chunk] for chunk in some)
+    decodes.sort(key=lambda chunk: len(chunk.block_ids))
+    group: list[BatchChunk] = []
+    for chunk in decodes:
+        blocks = len(chunk.block_ids)
         padded = blocks > PADDING_RATIO_MAX * len(group[0].block_ids) + 1 if group else False
         if padded or (group and (len(group) + 1) * blocks * block_size > GATHERED_TOKENS_MAX):
             yield group
             group = []
-        group.append(sequence)
+        group.append(chunk)
     if group:
         yield group
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from cuelight.actors.executor.batch import Batch
-from cuelight.actors.executor.model.pool import KVPool
-from cuelight.actors.executor.native.attention import BF16, FLOAT32, AttentionKernels, Pool, layout
+from cuelight.actors.executor.model.kv_pool import KVPool
+from cuelight.actors.executor.native.attention import BF16, FLOAT32, AttentionKernels, LayerPool, layout
 from cuelight.actors.executor.native.build import load_native
 
 TYPES = {torch.float32: FLOAT32, torch.bfloat16: BF16}
 
 
-class Cpu:
+class CpuBackend:
     """The backend. Raises NoNativeCode where there is no compiler for the kernels."""
 
     name = "cpu"
@@ -37,10 +37,10 @@ class CpuAttention:
             batch.positions,
             batch.blocks,
             batch.offsets,
-            [(each.start, each.stop, each.context_length) for each in batch.sequences],
-            [each.block_ids for each in batch.sequences],
+            [(each.start, each.stop, each.context_length) for each in batch.chunks],
+            [each.block_ids for each in batch.chunks],
         )
-        self._longest = max((each.context_length for each in batch.sequences), default=0)
+        self._longest = max((each.context_length for each in batch.chunks), default=0)
 
     def attend(
         self,
@@ -67,7 +67,7 @@ class CpuAttention:
         return out.view(tokens, heads, head_dim).to(q.dtype)
 
 
-def _pool(pool: KVPool, layer: int) -> Pool:
+def _pool(pool: KVPool, layer: int) -> LayerPool:
     keys, values = pool.keys[layer], pool.values[layer]
     blocks, kv_heads, block_size, head_dim = keys.shape
-    return Pool(keys.data_ptr(), values.data_ptr(), TYPES[keys.dtype], blocks, kv_heads, block_size, head_dim)
+    return LayerPool(keys.data_ptr(), values.data_ptr(), TYPES[keys.dtype], blocks, kv_heads, block_size, head_dim)

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuelight.actors.executor.batch import NULL_BLOCK, Batch
-from cuelight.actors.executor.model.pool import KVPool
+from cuelight.actors.executor.batch import Batch
+from cuelight.actors.executor.model.kv_pool import KVPool
+from cuelight.messages.request import NULL_BLOCK
 
 VarlenAttention: TypeAlias = Callable[..., torch.Tensor]
 """`torch.nn.attention.varlen.varlen_attn`."""
@@ -42,7 +43,7 @@ def is_version_2() -> bool:
     return current is None or current() in (None, "FA2")
 
 
-class Flash:
+class FlashBackend:
     """The backend."""
 
     name = "flash"
@@ -65,15 +66,15 @@ class FlashAttention:
     ) -> None:
         self._function = function
         self._pool = pool
-        counts = np.array([each.stop - each.start for each in batch.sequences], np.int32)
-        lengths = np.array([each.context_length for each in batch.sequences], np.int32)
-        widest = max((len(each.block_ids) for each in batch.sequences), default=0)
+        counts = np.array([each.stop - each.start for each in batch.chunks], np.int32)
+        lengths = np.array([each.context_length for each in batch.chunks], np.int32)
+        widest = max((len(each.block_ids) for each in batch.chunks), default=0)
         table = np.full((len(lengths), widest), NULL_BLOCK, np.int32)
-        for row, each in enumerate(batch.sequences):
+        for row, each in enumerate(batch.chunks):
             table[row, : len(each.block_ids)] = each.block_ids
         slots = batch.blocks * pool.block_size + batch.offsets
         # Blocks begun but not filled: what an earlier owner left in them may be NaN, which some versions spread
-        # (rule 61).
+        # (rule `zeroed-pool`).
         begun = np.setdiff1d(batch.blocks[batch.offsets == 0], batch.blocks[batch.offsets == pool.block_size - 1])
         self._begun = torch.from_numpy(begun).to(device) if len(begun) else None
         self._slots = torch.from_numpy(slots).to(device)

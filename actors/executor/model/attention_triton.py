@@ -18,10 +18,10 @@ import torch
 
 from cuelight.actors.executor.batch import Batch
 from cuelight.actors.executor.model.attention import Attention
-from cuelight.actors.executor.model.pool import KVPool
+from cuelight.actors.executor.model.kv_pool import KVPool
 
-Numbers: TypeAlias = npt.NDArray[np.int32]
-Wide: TypeAlias = npt.NDArray[np.int64]
+Int32s: TypeAlias = npt.NDArray[np.int32]
+Int64s: TypeAlias = npt.NDArray[np.int64]
 
 ITEM, MERGE = 8, 4
 """Numbers of one item: where its block table begins, its first token, how many tokens, the first one's position, its
@@ -61,15 +61,15 @@ class GraphKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class TritonPlan:
     """One step's attention on the host: `numbers` are to be moved to the device as they are."""
 
     key: GraphKey
-    numbers: Numbers
+    numbers: Int32s
 
 
 @dataclass(frozen=True)
-class Step:
+class TritonStep:
     """A plan's numbers on the device, by section, and the memory for what several programs compute of one tile.
 
     `slots` [tokens], `items` [n, ITEM], `merges` [n, MERGE], `tables` [entries], all int32. `partials`:
@@ -87,7 +87,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreOptions:
     """How a layer makes its scores."""
 
     scaling: float
@@ -95,7 +95,7 @@ class Scores:
     softcap: float | None
 
 
-class Kernels(Protocol):
+class PagedKernels(Protocol):
     """What runs on the device. Keys and values are a layer's, [blocks, kv_heads, block_size, head_dim], any strides."""
 
     def write(
@@ -104,11 +104,17 @@ class Kernels(Protocol):
         """Store `k` and `v`, [tokens, kv_heads, head_dim], at block * block_size + offset; nothing at `NO_SLOT`."""
 
     def attend(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, step: Step, scores: Scores
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        step: TritonStep,
+        scores: ScoreOptions,
     ) -> None:
         """Every item: into `out`, or into the partial results."""
 
-    def merge(self, out: torch.Tensor, step: Step) -> None:
+    def merge(self, out: torch.Tensor, step: TritonStep) -> None:
         """Every merge: from the partial results into `out`."""
 
 
@@ -121,7 +127,7 @@ class Tiling:
     processors: int
 
 
-class Planner:
+class TritonPlanner:
     """Divides steps into items, for a model's heads.
 
     `span`: keys that one program goes through, about; None takes as many as make enough programs for the device. With a
@@ -142,16 +148,16 @@ class Planner:
         """Items that keep the device busy."""
         return -(-PROGRAMS_PER_PROCESSOR * self._tiling.processors // self._kv_heads)
 
-    def plan(self, batch: Batch, tokens: int | None = None) -> Plan:
+    def plan(self, batch: Batch, tokens: int | None = None) -> TritonPlan:
         """The step's numbers. With `tokens`, padded to so many, and with few keys: for graphs.
 
         Tokens that pad have no slot and see nothing: their output is zeros.
         """
-        bounds = [(each.start, each.stop, each.context_length) for each in batch.sequences]
+        bounds = [(each.start, each.stop, each.context_length) for each in batch.chunks]
         starts, stops, lengths = np.array(bounds, np.int64).reshape(-1, 3).T
         decodes = bool((stops - starts == 1).all())
         rows = self._tiling.decode_rows if decodes else self._tiling.prefill_rows
-        entries = np.array([len(each.block_ids) for each in batch.sequences], np.int64)
+        entries = np.array([len(each.block_ids) for each in batch.chunks], np.int64)
         tiles = _tiles(starts, stops, lengths, np.cumsum(entries) - entries, rows // self._groups)
         items, merges = _divided(tiles, self._pieces(tiles))
         total = len(batch.token_ids)
@@ -165,11 +171,11 @@ class Planner:
         numbers[total : key.tokens] = NO_SLOT
         numbers[at_items : at_items + items.size] = items.reshape(-1)
         numbers[at_merges : at_merges + merges.size] = merges.reshape(-1)
-        if batch.sequences:
-            numbers[at_tables:] = np.concatenate([each.block_ids for each in batch.sequences])
-        return Plan(key, numbers)
+        if batch.chunks:
+            numbers[at_tables:] = np.concatenate([each.block_ids for each in batch.chunks])
+        return TritonPlan(key, numbers)
 
-    def _pieces(self, tiles: Wide) -> Wide:
+    def _pieces(self, tiles: Int64s) -> Int64s:
         """Into how many each tile's keys are divided, as [tiles]. Without a fixed span, `_wanted` more than tiles."""
         ends = tiles[:, 5]
         span = self._span or max(SPAN_MIN, _power_of_two(-(-int(ends.sum()) // self._wanted)))
@@ -177,7 +183,7 @@ class Planner:
         # As many pieces of that length may be more than there are keys for.
         return np.maximum(1, -(-ends // np.maximum(1, -(-ends // pieces))))
 
-    def _padded_key(self, tokens: int, items: Wide, merges: Wide, rows: int) -> GraphKey:
+    def _padded_key(self, tokens: int, items: Int64s, merges: Int64s, rows: int) -> GraphKey:
         """Nearly always the same for so many tokens. What is left over are items and merges of no tokens."""
         most = tokens + self._wanted
         if len(items) > most:
@@ -187,8 +193,8 @@ class Planner:
         return GraphKey(tokens, most, tokens * is_merged, most * is_merged, rows)
 
 
-def _tiles(starts: Wide, stops: Wide, lengths: Wide, tables: Wide, tokens: int) -> Wide:
-    """[tiles, ITEM]: each sequence's tokens, `tokens` at a time, as items that go through all of their keys."""
+def _tiles(starts: Int64s, stops: Int64s, lengths: Int64s, tables: Int64s, tokens: int) -> Int64s:
+    """[tiles, ITEM]: each chunk's tokens, `tokens` at a time, as items that go through all of their keys."""
     counts = stops - starts
     owner, number = _repeated(-(-counts // tokens))
     first = starts[owner] + number * tokens
@@ -202,7 +208,7 @@ def _tiles(starts: Wide, stops: Wide, lengths: Wide, tables: Wide, tokens: int) 
     return tiles
 
 
-def _divided(tiles: Wide, pieces: Wide) -> tuple[Wide, Wide]:
+def _divided(tiles: Int64s, pieces: Int64s) -> tuple[Int64s, Int64s]:
     """The items, and a merge for each tile that has several."""
     if (pieces == 1).all():
         return tiles, np.zeros((0, MERGE), np.int64)
@@ -217,7 +223,7 @@ def _divided(tiles: Wide, pieces: Wide) -> tuple[Wide, Wide]:
     return items, np.stack([split[:, 1], split[:, 2], np.cumsum(parts) - parts, parts], axis=1)
 
 
-def _padding(total: int, tokens: int, at_once: int) -> Wide:
+def _padding(total: int, tokens: int, at_once: int) -> Int64s:
     """Items that go through no keys, for the tokens from `total` to `tokens`."""
     assert total <= tokens, "the step fits the graph"
     first = np.arange(total, tokens, at_once)
@@ -228,7 +234,7 @@ def _padding(total: int, tokens: int, at_once: int) -> Wide:
     return items
 
 
-def _repeated(times: Wide) -> tuple[Wide, Wide]:
+def _repeated(times: Int64s) -> tuple[Int64s, Int64s]:
     """Each index as many times as it is said, and beside it which time that is: [2, 1] gives [0, 0, 1], [0, 1, 0]."""
     owner = np.repeat(np.arange(len(times)), times)
     return owner, np.arange(len(owner)) - (np.cumsum(times) - times)[owner]
@@ -249,7 +255,7 @@ class TritonAttention:
     They may change between the calls of a graph, as long as they are a plan of the same key.
     """
 
-    def __init__(self, kernels: Kernels, pool: KVPool, step: Step) -> None:
+    def __init__(self, kernels: PagedKernels, pool: KVPool, step: TritonStep) -> None:
         self._kernels = kernels
         self._pool = pool
         self._step = step
@@ -270,25 +276,25 @@ class TritonAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         with torch.cuda.device(q.device) if q.is_cuda else nullcontext():  # where kernels are launched
             self._kernels.write(k, v, keys, values, step.slots)
-            self._kernels.attend(q, keys, values, out, step, Scores(scaling, window, softcap))
+            self._kernels.attend(q, keys, values, out, step, ScoreOptions(scaling, window, softcap))
             if step.key.merges:
                 self._kernels.merge(out, step)
         return out
 
 
-class Triton:
+class TritonBackend:
     """The backend. What a graph needs is apart: plans on the host, bound to numbers on the device."""
 
     name = "triton"
     is_token_major = False
 
-    def __init__(self, kernels: Kernels, planner: Planner, device: torch.device) -> None:
+    def __init__(self, kernels: PagedKernels, planner: TritonPlanner, device: torch.device) -> None:
         self._kernels = kernels
         self._planner = planner
         self._device = device
 
-    def plan(self, batch: Batch, tokens: int | None = None) -> Plan:
-        """As `Planner.plan`. On the host alone, from any thread."""
+    def plan(self, batch: Batch, tokens: int | None = None) -> TritonPlan:
+        """As `TritonPlanner.plan`. On the host alone, from any thread."""
         return self._planner.plan(batch, tokens)
 
     def bind(self, pool: KVPool, key: Hashable, numbers: torch.Tensor) -> TritonAttention:
@@ -297,7 +303,7 @@ class Triton:
         at_items, at_merges, at_tables = key.sections
         heads, head_dim = pool.kv_heads, pool.keys[0].shape[-1]
         scratch = partial(torch.empty, dtype=torch.float32, device=self._device)
-        step = Step(
+        step = TritonStep(
             key=key,
             slots=numbers[: key.tokens],
             items=numbers[at_items:at_merges].view(key.items, ITEM),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from cuelight.actors.executor.batch import Batch, Sequence
+from cuelight.actors.executor.batch import Batch, BatchChunk
 from cuelight.actors.executor.model import attention_flash
 from cuelight.actors.executor.model.attention import Attention, PagedAttention
 from cuelight.actors.executor.model.attention_flash import HEAD_DIM_MAX, HEAD_DIM_STEP, PAGE_TOKENS
-from cuelight.actors.executor.model.attention_triton import Planner, Tiling, Triton
-from cuelight.actors.executor.model.pool import KVPool
+from cuelight.actors.executor.model.attention_triton import Tiling, TritonBackend, TritonPlanner
+from cuelight.actors.executor.model.folder import context_length
+from cuelight.actors.executor.model.kv_pool import KVPool
 from cuelight.actors.executor.options import CannotLoad
 from cuelight.kernel import get_logger
 
@@ -24,7 +25,7 @@ log = get_logger("cuelight.executor")
 
 
 @dataclass(frozen=True)
-class Needs:
+class AttentionSpec:
     """What a model asks of attention, and where: `window` is the smallest that cuts any context short, if one does."""
 
     device: torch.device
@@ -37,7 +38,7 @@ class Needs:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, block_size: int) -> Needs:
+    def of(cls, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionSpec:
         """Those of the model with this configuration."""
         text = config.get_text_config()
         heads: int = text.num_attention_heads
@@ -60,7 +61,7 @@ class Needs:
 
 def window_of(text: PreTrainedConfig, layer: int) -> int | None:
     """The window that the configuration gives a layer, if it cuts any context short."""
-    kinds: Many[str] = getattr(text, "layer_types", None) or ()
+    kinds: Sequence[str] = getattr(text, "layer_types", None) or ()
     if kinds and "sliding_attention" not in kinds[layer : layer + 1]:
         return None
     return cutting(getattr(text, "sliding_window", None), text)
@@ -68,11 +69,11 @@ def window_of(text: PreTrainedConfig, layer: int) -> int | None:
 
 def cutting(window: int | None, text: PreTrainedConfig) -> int | None:
     """The window, if it cuts any context short."""
-    longest: int | None = getattr(text, "max_position_embeddings", None)
+    longest = context_length(text)
     return window if window and (longest is None or window < longest) else None
 
 
-class Backend(Protocol):
+class AttentionBackend(Protocol):
     """Computes attention for one model. With `is_token_major` it wants a pool of that layout."""
 
     name: str
@@ -82,31 +83,31 @@ class Backend(Protocol):
         """One step's attention, laid out and moved to the device."""
 
 
-class Unavailable(Exception):
+class BackendUnavailable(Exception):
     """This backend is not to be had here, or does not do what the model asks; the message says why."""
 
 
-class Reference:
+class ReferenceBackend:
     """Plain torch, on any device."""
 
     name = "reference"
     is_token_major = False
 
-    def __init__(self, needs: Needs) -> None:
-        self._needs = needs
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
 
     def step(self, pool: KVPool, batch: Batch) -> Attention:
-        needs = self._needs
-        return PagedAttention(pool, batch, needs.query_groups, needs.dtype, needs.device)
+        spec = self._spec
+        return PagedAttention(pool, batch, spec.query_groups, spec.dtype, spec.device)
 
 
-def choose(name: str, needs: Needs, code_folder: Path | None) -> Backend:
+def choose(name: str, spec: AttentionSpec, code_folder: Path | None) -> AttentionBackend:
     """The backend of this name, or with "auto" the first that can; the choice is in the log. Raises CannotLoad."""
     reasons: dict[str, str] = {}
-    for candidate in _candidates(needs.device) if name == "auto" else (name,):
+    for candidate in _candidates(spec.device) if name == "auto" else (name,):
         try:
-            backend = _make(candidate, needs, code_folder)
-        except Unavailable as unavailable:
+            backend = _make(candidate, spec, code_folder)
+        except BackendUnavailable as unavailable:
             if name != "auto":
                 raise CannotLoad(f"attention {name!r} is not available: {unavailable}") from unavailable
             reasons[candidate] = str(unavailable)
@@ -125,63 +126,63 @@ def _candidates(device: torch.device) -> tuple[str, ...]:
     return {"cpu": ("cpu", "reference"), "cuda": ("triton", "flash", "reference")}.get(device.type, ("reference",))
 
 
-def _make(name: str, needs: Needs, code_folder: Path | None) -> Backend:
+def _make(name: str, spec: AttentionSpec, code_folder: Path | None) -> AttentionBackend:
     """Raises Unavailable."""
     match name:
         case "reference":
-            return Reference(needs)
+            return ReferenceBackend(spec)
         case "cpu":
-            return _cpu(needs, code_folder)
+            return _cpu(spec, code_folder)
         case "triton":
-            return _triton(needs)
+            return _triton(spec)
         case "flash":
-            return _flash(needs)
+            return _flash(spec)
         case _:
             raise CannotLoad(f"there is no attention {name!r}")
 
 
-def _cpu(needs: Needs, code_folder: Path | None) -> Backend:
-    from cuelight.actors.executor.model.attention_cpu import TYPES, Cpu
+def _cpu(spec: AttentionSpec, code_folder: Path | None) -> AttentionBackend:
+    from cuelight.actors.executor.model.attention_cpu import TYPES, CpuBackend
     from cuelight.actors.executor.native.build import NoNativeCode
 
-    if needs.device.type != "cpu":
-        raise Unavailable(f"it runs on the CPU, not on {needs.device}")
-    if needs.dtype not in TYPES:
-        raise Unavailable(f"it does not compute in {needs.dtype}")
-    if needs.window is not None or needs.softcap is not None:
-        raise Unavailable("it has neither sliding windows nor capped scores, and this model has them")
+    if spec.device.type != "cpu":
+        raise BackendUnavailable(f"it runs on the CPU, not on {spec.device}")
+    if spec.dtype not in TYPES:
+        raise BackendUnavailable(f"it does not compute in {spec.dtype}")
+    if spec.window is not None or spec.softcap is not None:
+        raise BackendUnavailable("it has neither sliding windows nor capped scores, and this model has them")
     try:
-        return Cpu(code_folder)
+        return CpuBackend(code_folder)
     except NoNativeCode as error:
-        raise Unavailable(str(error)) from error
+        raise BackendUnavailable(str(error)) from error
 
 
-def _triton(needs: Needs) -> Backend:
+def _triton(spec: AttentionSpec) -> AttentionBackend:
     try:
         from cuelight.actors.executor.model import triton_kernels
     except ImportError as error:
-        raise Unavailable(f"triton cannot be imported: {error}") from error
-    if needs.device.type != "cuda" and not triton_kernels.IS_INTERPRETED:
-        raise Unavailable(f"it runs on CUDA, not on {needs.device}")
+        raise BackendUnavailable(f"triton cannot be imported: {error}") from error
+    if spec.device.type != "cuda" and not triton_kernels.IS_INTERPRETED:
+        raise BackendUnavailable(f"it runs on CUDA, not on {spec.device}")
     kernels = triton_kernels.TritonKernels()
     try:
         # With so short a span all kernels there are run, and are compiled before the first request.
-        _try(Triton(kernels, planner_for(needs, 1, span=1), needs.device), needs)
-        backend = Triton(kernels, planner_for(needs, _processors(needs.device)), needs.device)
-        _try(backend, needs)
+        _try(TritonBackend(kernels, planner_for(spec, 1, span=1), spec.device), spec)
+        backend = TritonBackend(kernels, planner_for(spec, _processors(spec.device)), spec.device)
+        _try(backend, spec)
     except Exception as error:  # a compiler and a driver fail with errors of many kinds
-        raise Unavailable(f"its kernels do not run here: {type(error).__name__}: {error}") from error
+        raise BackendUnavailable(f"its kernels do not run here: {type(error).__name__}: {error}") from error
     return backend
 
 
-def planner_for(needs: Needs, processors: int, span: int | None = None) -> Planner:
-    """Of the tiles that suit the model's heads; `span` as `Planner`'s."""
-    groups = needs.query_groups
+def planner_for(spec: AttentionSpec, processors: int, span: int | None = None) -> TritonPlanner:
+    """Of the tiles that suit the model's heads; `span` as `TritonPlanner`'s."""
+    groups = spec.query_groups
     # The least that products of matrices take, unless a group is larger; and more where a chunk shares its keys.
     least = max(16, 1 << (groups - 1).bit_length())
-    is_wide = needs.head_dim * needs.dtype.itemsize > 256
+    is_wide = spec.head_dim * spec.dtype.itemsize > 256
     tiling = Tiling(least, max(least, 32 if is_wide else 64), processors)
-    return Planner(groups, needs.kv_heads, needs.block_size, tiling, span)
+    return TritonPlanner(groups, spec.kv_heads, spec.block_size, tiling, span)
 
 
 def _processors(device: torch.device) -> int:
@@ -192,54 +193,54 @@ def _processors(device: torch.device) -> int:
 
 
 @torch.inference_mode()
-def _try(backend: Backend, needs: Needs) -> None:
+def _try(backend: AttentionBackend, spec: AttentionSpec) -> None:
     """A token that decodes, and a chunk of two, where all values are one and so is what is seen of them."""
     pool = KVPool(
         layers=1,
         block_count=3,
-        block_size=needs.block_size,
-        kv_heads=needs.kv_heads,
-        head_dim=needs.head_dim,
-        dtype=needs.dtype,
-        device=needs.device,
+        block_size=spec.block_size,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        dtype=spec.dtype,
+        device=spec.device,
         is_token_major=backend.is_token_major,
     )
     for count in (1, 2):
         positions, table = np.arange(count), np.arange(1, 3)
-        blocks, offsets = table[positions // needs.block_size], positions % needs.block_size
-        batch = Batch(0, 0, positions, positions, blocks, offsets, sequences=[Sequence(0, count, count, table)])
-        q = torch.ones((count, needs.heads, needs.head_dim), dtype=needs.dtype, device=needs.device)
-        kv = q[:, : needs.kv_heads]
-        for window in {None, needs.window}:
-            out = backend.step(pool, batch).attend(0, q, kv, kv, 1.0, window, needs.softcap)
+        blocks, offsets = table[positions // spec.block_size], positions % spec.block_size
+        batch = Batch(0, 0, positions, positions, blocks, offsets, chunks=[BatchChunk(0, count, count, table)])
+        q = torch.ones((count, spec.heads, spec.head_dim), dtype=spec.dtype, device=spec.device)
+        kv = q[:, : spec.kv_heads]
+        for window in {None, spec.window}:
+            out = backend.step(pool, batch).attend(0, q, kv, kv, 1.0, window, spec.softcap)
             if not bool(((out - 1).abs() < 0.01).all()):
                 raise RuntimeError("a mean of ones is not one")
 
 
-def _flash(needs: Needs) -> Backend:
+def _flash(spec: AttentionSpec) -> AttentionBackend:
     function = attention_flash.varlen_attention()
     if function is None:
-        raise Unavailable("this torch has no varlen_attn that reads block tables: 2.12 has")
+        raise BackendUnavailable("this torch has no varlen_attn that reads block tables: 2.12 has")
     is_version_2 = attention_flash.is_version_2()
-    if (reason := _unmet_by_flash(needs, is_version_2=is_version_2)) is not None:
-        raise Unavailable(reason)
-    backend = attention_flash.Flash(function, needs.device, is_version_2=is_version_2)
+    if (reason := _unmet_by_flash(spec, is_version_2=is_version_2)) is not None:
+        raise BackendUnavailable(reason)
+    backend = attention_flash.FlashBackend(function, spec.device, is_version_2=is_version_2)
     try:
-        _try(backend, needs)
+        _try(backend, spec)
     except Exception as error:
-        raise Unavailable(f"it does not run here: {type(error).__name__}: {error}") from error
+        raise BackendUnavailable(f"it does not run here: {type(error).__name__}: {error}") from error
     return backend
 
 
-def _unmet_by_flash(needs: Needs, *, is_version_2: bool) -> str | None:
-    if needs.device.type != "cuda":
-        return f"it runs on CUDA, not on {needs.device}"
-    if needs.dtype not in (torch.float16, torch.bfloat16):
-        return f"it computes in half precision, not in {needs.dtype}"
-    if needs.softcap is not None:
+def _unmet_by_flash(spec: AttentionSpec, *, is_version_2: bool) -> str | None:
+    if spec.device.type != "cuda":
+        return f"it runs on CUDA, not on {spec.device}"
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in half precision, not in {spec.dtype}"
+    if spec.softcap is not None:
         return "it caps no scores, and this model wants them capped"
-    if needs.head_dim > HEAD_DIM_MAX or needs.head_dim % HEAD_DIM_STEP:
-        return f"heads are a multiple of {HEAD_DIM_STEP} wide and at most {HEAD_DIM_MAX}, not {needs.head_dim}"
-    if is_version_2 and needs.block_size % PAGE_TOKENS:
-        return f"block_size must be a multiple of {PAGE_TOKENS} for FlashAttention 2, not {needs.block_size}"
+    if spec.head_dim > HEAD_DIM_MAX or spec.head_dim % HEAD_DIM_STEP:
+        return f"heads are a multiple of {HEAD_DIM_STEP} wide and at most {HEAD_DIM_MAX}, not {spec.head_dim}"
+    if is_version_2 and spec.block_size % PAGE_TOKENS:
+        return f"block_size must be a multiple of {PAGE_TOKENS} for FlashAttention 2, not {spec.block_size}"
     return None

@@ -1,15 +1,14 @@
-"""Compiles a model's layers, one by one, with `torch.compile`, and keeps what came out for the next start.
+"""Compiling of a model's layers with `torch.compile`, with the compiled code cached in a file for the next start.
 
-Attention is one operation that the compiler does not look into; which layer it is for comes as a tensor, so that all
-layers share one piece of code. Where compiling fails, the model stays as it is.
+Attention is a custom operation that the compiler does not trace. The layer's index is passed to it as a tensor, so that
+all layers share the same code. If compiling fails, the model is left unchanged.
 """
 
 from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -20,27 +19,33 @@ from torch import library
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from cuelight.actors.executor.model.attention import attend
-from cuelight.actors.executor.model.passes import tolerance_of
-from cuelight.actors.executor.model.passes_norm import FusedNorm
-from cuelight.actors.executor.model.probing import Probe, difference
-from cuelight.actors.executor.model.surgery import decoder_layers, numbered
+from cuelight.actors.executor.model.module_replacement import (
+    Probe,
+    decoder_layers,
+    difference,
+    modules_with_layer_index,
+)
+from cuelight.actors.executor.model.passes import FusedNorm, tolerance_of
 from cuelight.kernel import get_logger
 
 log = get_logger("cuelight.executor")
 
-Backend: TypeAlias = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., object]]
-"""What torch.compile hands the code to that it traced."""
+CompileBackend: TypeAlias = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., object]]
+"""A backend of torch.compile: returns a callable for a traced graph and example inputs."""
 
 COMPILED_NAME = "cuelight_compiled"
-"""Under which transformers finds the attention of compiled layers."""
+"""Name of the attention function of compiled layers, as registered with transformers."""
 
 WARM_TOKENS = (37, 1)
-"""Steps that are compiled before the first request. One of a size that is no other size of a model, which shows what
-depends on the number of tokens; one of a single token, which torch always compiles apart."""
+"""Token counts of the steps that are compiled before the first request.
+
+The first equals no other size in a model, so it identifies the dimensions that depend on the number of tokens. torch
+always compiles a dimension of 1 separately.
+"""
 
 
 KINDS_MAX = 64
-"""Of so many kinds of layers, in all the models of a process, may there be compiled code. torch gives up at 8."""
+"""Maximum number of kinds of layers that are compiled in a process, over all models. torch's default is 8."""
 
 
 @library.custom_op("cuelight::attend", mutates_args=())
@@ -80,7 +85,7 @@ def _opaque_attention(
     softcap: float | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """As the attention that a model was tried with; whether it can be served was seen then."""
+    """As `attention._paged_attention`, without its checks, which the model has passed before it is compiled."""
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -90,30 +95,30 @@ def _opaque_attention(
 
 
 def compile_layers(
-    model: PreTrainedModel, warm: Callable[[int], None], folder: Path | None, backend: str | Backend = "inductor"
+    model: PreTrainedModel, warm: Callable[[int], None], folder: Path | None, backend: str | CompileBackend = "inductor"
 ) -> bool:
-    """Compile, and `warm` each size once; whether the layers are compiled now.
+    """Compile the layers, call `warm` for each of `WARM_TOKENS`, and return whether the layers are compiled.
 
-    `warm` computes a step of so many tokens. What was compiled is kept in the folder, if there is one.
+    `warm(n)` computes a step of n tokens. Compiled code is cached in `folder`, if given. Blocks.
     """
     layers = decoder_layers(model)
     if layers is None:
         log.warning("not_compiled", reason=f"{type(model).__name__} has no list of layers that attend")
         return False
-    store = _Store(folder, model) if folder is not None and backend == "inductor" else None
+    store = _CompiledLayersFile(folder, model) if folder is not None and backend == "inductor" else None
     if store is not None:
         store.load()
     probe = Probe(model)
-    judge, norms = probe.logits(), _norms_ahead(layers, probe)
+    reference, norms = probe.logits(), _norms_ahead(layers, probe)
     undo = _install(model, layers)
     try:
         _compile(layers, norms, backend)
         with _sizes_free(layers[0]), torch._dynamo.config.patch(recompile_limit=KINDS_MAX):
             for token_count in WARM_TOKENS:
                 warm(token_count)
-        off = difference(probe.logits(), judge)
+        off = difference(probe.logits(), reference)
         reason = "" if off <= tolerance_of(model) else f"the model's logits are off by {off:.2g} of the largest"
-    except Exception as error:  # a compiler that is missing, or a model's code that torch cannot follow
+    except Exception as error:  # a missing compiler, or code of the model that torch cannot trace
         reason = _first_lines(error)
     if reason:
         undo()
@@ -124,28 +129,30 @@ def compile_layers(
 
 
 def _norms_ahead(layers: torch.nn.ModuleList, probe: Probe) -> list[FusedNorm | None]:
-    """The norm that takes what the first layer is given, and for each layer the one that takes what it gives.
+    """Return the norm applied to the first layer's input, then for each layer the norm applied to its output.
 
-    None where norms and layers do not follow each other like that.
+    An entry is None if there is no such norm.
     """
     members = {*layers}
-    uses = probe.trace(lambda module: module in members or isinstance(module, FusedNorm))
-    outputs = {use.module: use.outputs[0] for use in uses if use.module in members and len(use.outputs) == 1}
+    calls = probe.trace(lambda module: module in members or isinstance(module, FusedNorm))
+    outputs = {call.module: call.outputs[0] for call in calls if call.module in members and len(call.outputs) == 1}
     takers = {
-        id(use.inputs[0]): use.module
-        for use in reversed(uses)  # of several that take the same, the first
-        if isinstance(use.module, FusedNorm) and len(use.inputs) == 1
+        id(call.inputs[0]): call.module
+        for call in reversed(calls)  # reversed, so that the first of several norms with the same input wins
+        if isinstance(call.module, FusedNorm) and len(call.inputs) == 1
     }
     following = [takers.get(id(outputs.get(layer))) for layer in layers]
-    # What leads the last layer leads the first.
+    # The first layer's leading norm has the same name within the layer as the last layer's.
     leads = [name for name, module in layers[-1].named_modules() if module in following]
     first = dict(layers[0].named_modules()).get(leads[0]) if len(leads) == 1 else None
     return [first if isinstance(first, FusedNorm) else None, *following]
 
 
-def _compile(layers: torch.nn.ModuleList, norms: Many[FusedNorm | None], backend: str | Backend) -> None:
-    """Each layer computes the norm after it, too, where there is one. That before the first is computed apart, so that
-    the first has the same code as the others."""
+def _compile(layers: torch.nn.ModuleList, norms: Sequence[FusedNorm | None], backend: str | CompileBackend) -> None:
+    """Compile each layer together with the norm of its output, if any.
+
+    The norm before the first layer is computed separately, so that the first layer shares the code of the others.
+    """
     for layer, norm in zip(layers, norms[1:], strict=True):
         layer.forward = torch.compile(layer.forward if norm is None else _then(layer.forward, norm), backend=backend)
     if norms[0] is not None:
@@ -170,14 +177,14 @@ def _before(norm: FusedNorm, forward: Callable[..., torch.Tensor]) -> Callable[.
 
 
 def _install(model: PreTrainedModel, layers: torch.nn.ModuleList) -> Callable[[], None]:
-    """Make attention opaque, with a number for each layer; the function gives the layers back as they were."""
+    """Make attention opaque, with the layer's index as a tensor; return a function that restores the layers."""
     AttentionInterface.register(COMPILED_NAME, _opaque_attention)
     configs = [config for module in model.modules() if isinstance(config := _config(module), PreTrainedConfig)]
     before = [config._attn_implementation for config in configs]
     for config in configs:
         config._attn_implementation = COMPILED_NAME
     for layer in layers:
-        for module in numbered(layer):
+        for module in modules_with_layer_index(layer):
             module.layer_number = torch.tensor(module.layer_idx)
 
     def undo() -> None:
@@ -195,7 +202,7 @@ def _config(module: torch.nn.Module) -> object:
 
 @contextmanager
 def _sizes_free(layer: torch.nn.Module) -> Iterator[None]:
-    """Within, tell the compiler of each tensor that the layer is given which of its sizes is the number of tokens."""
+    """Within the block, mark the dimensions of the layer's inputs that are the number of tokens as dynamic."""
 
     def mark(_: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
         for tensor in _tensors((*inputs, *named.values())):
@@ -222,8 +229,8 @@ def _tensors(values: tuple[object, ...]) -> Iterator[torch.Tensor]:
             yield from _tensors(tuple(value))
 
 
-class _Store:
-    """A file with what torch compiled for a model of this make on this machine."""
+class _CompiledLayersFile:
+    """A file with torch's compiled code for models of this architecture on this kind of machine."""
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
         kind = hashlib.sha256()
@@ -234,19 +241,19 @@ class _Store:
         self._path = folder / f"layers-{kind.hexdigest()[:24]}.bin"
 
     def load(self) -> None:
-        """Give torch what is there. A file that is no good is as none."""
+        """Load the file into torch's cache, if it exists. An unreadable file is removed."""
         try:
             reason = "" if torch.compiler.load_cache_artifacts(self._path.read_bytes()) else "torch cannot read it"
         except FileNotFoundError:
             return
-        except Exception as error:  # whatever a damaged file makes torch stumble over
+        except Exception as error:  # a damaged file can make torch raise any error
             reason = _first_lines(error)
         if reason:
             log.warning("compiled_layers_unread", path=str(self._path), reason=reason)
             self._path.unlink(missing_ok=True)
 
     def save(self) -> None:
-        """Keep what was compiled, unless it is there already. The name comes into being complete."""
+        """Save torch's compiled code, unless the file exists. The file is renamed into place when complete."""
         if self._path.exists() or (artifacts := torch.compiler.save_cache_artifacts()) is None:
             return
         try:
@@ -268,6 +275,6 @@ def _machine(device: torch.device) -> str:
 
 
 def _first_lines(error: BaseException) -> str:
-    """What went wrong; torch goes on for pages."""
+    """Return the error's type and its first three lines, since torch's messages have pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join([f"{type(error).__name__}:", *lines[:3]])

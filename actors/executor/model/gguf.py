@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-Stage = Callable[[str], None]
+ReportStage = Callable[[str], None]
 
 STAGES = ("reading", "configuration", "tokenizer", "weights", "writing", "checking")
 
@@ -41,7 +41,7 @@ class ConversionFailed(Exception):
     """The file cannot be converted; the message is one line for the user."""
 
 
-def convert(source: Path, folder: Path, stage: Stage) -> None:
+def convert(source: Path, folder: Path, stage: ReportStage) -> None:
     """Write the model in `source` to the existing, empty `folder`. Raises `ConversionFailed`.
 
     Weights are stored as bfloat16, which is finer than any quantized format of GGUF; float32 files stay float32.

@@ -1,6 +1,6 @@
-"""Decode steps that are captured once for each kind, and then replayed from the addresses that they were captured with.
+"""Graphs of decode steps: each padded size and attention key is captured once, then replayed on the same addresses.
 
-An attention backend takes part if it plans: see `PlanningBackend`. Prefill and mixed steps never come here.
+Graphs need an attention backend that plans: see `PlanningBackend`. Prefill and mixed steps run without graphs.
 """
 
 from __future__ import annotations
@@ -14,112 +14,116 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuelight.actors.executor.batch import NULL_BLOCK, Batch
-from cuelight.actors.executor.batch import Sequence as Row
+from cuelight.actors.executor.batch import Batch
+from cuelight.actors.executor.batch import BatchChunk as Row
 from cuelight.actors.executor.model.attention import Attention, attending
-from cuelight.actors.executor.model.pool import KVPool
+from cuelight.actors.executor.model.kv_pool import KVPool
 from cuelight.kernel import get_logger
+from cuelight.messages.request import NULL_BLOCK
 
 log = get_logger("cuelight.executor")
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
-"""Rows of the steps that are captured: others are padded to the next. Larger ones have work enough to hide launches."""
+"""Numbers of rows that are captured; steps are padded to the next one. Larger steps hide the cost of launches."""
 
 GRAPHS_MAX = 256
-"""More kinds of steps than this are not captured: each graph takes memory, and its capture time."""
+"""Maximum number of graphs, since each takes memory and time to capture; further steps run without graphs."""
 
 
 def sizes_up_to(rows: int) -> Sequence[int]:
-    """Those of `SIZES` that steps of at most so many rows use."""
+    """Return the part of `SIZES` that steps of at most `rows` rows use."""
     return SIZES[: bisect_left(SIZES, rows) + 1]
 
 
 def kept_bytes(rows: int, vocabulary: int, logit_bytes: int) -> int:
-    """Memory that graphs of steps up to so many rows keep, beside what they allocate and share."""
+    """Return the bytes of the logits that all graphs of up to `rows` rows write to, outside their shared memory."""
     return sizes_up_to(rows)[-1] * vocabulary * logit_bytes
 
 
-class Plan(Protocol):
-    """One step's attention, laid out on the host.
+class AttentionPlan(Protocol):
+    """The attention of one step, laid out on the host.
 
-    `numbers` is moved to the device with the rest of the step, and only once. `key` holds every integer that launches
-    have baked in: a graph that was captured with one plan serves every other of an equal key, if only the numbers on
-    the device are overwritten. Their count may differ.
+    `numbers` is copied to the device once, with the other arrays of the step. `key` holds every integer that launches
+    depend on: a graph captured with a plan is valid for every plan with an equal key, after its numbers have been
+    copied to the same memory on the device. The count of numbers may differ.
     """
 
     @property
     def key(self) -> Hashable:
-        """What must be equal."""
+        """All integers that launches depend on."""
 
     @property
     def numbers(self) -> npt.NDArray[np.int32]:
-        """[n]"""
+        """The array [n] to copy to the device."""
 
 
 @runtime_checkable
 class PlanningBackend(Protocol):
-    """An attention backend that lays a step out on the host, and then needs nothing but its numbers on the device."""
+    """An attention backend that lays steps out on the host and needs only the plan's numbers on the device."""
 
-    def plan(self, batch: Batch, tokens: int | None = None) -> Plan:
-        """On any thread, in numpy alone. With `tokens`, padded to so many, and with few keys: for graphs."""
+    def plan(self, batch: Batch, tokens: int | None = None) -> AttentionPlan:
+        """Lay out a step, in numpy. Thread-safe.
+
+        With `tokens`, the plan is padded to that many tokens, and its key varies little, for graphs.
+        """
 
     def bind(self, pool: KVPool, key: Hashable, numbers: torch.Tensor) -> Attention:
-        """The step's attention from a plan's numbers on the device, perhaps followed by more. Waits for nothing."""
+        """Return the step's attention from a plan's numbers on the device, which may have a tail. Does not block."""
 
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""The model: logits [len(keep), vocabulary] from token ids [1, T], positions [1, T] and the flat tokens to `keep`."""
+"""The model: logits [len(keep), vocabulary] from token ids [1, T], positions [1, T] and flat indices `keep`."""
 
 
 class Graph(Protocol):
-    """A captured piece of work. It reads and writes the memory that it was captured with."""
+    """Captured work, which reads and writes the memory that it was captured with."""
 
     def replay(self, work: Callable[[], None]) -> None:
-        """Do it again, which is what `work` would do. Waits for nothing."""
+        """Run the captured work, which has the effect of calling `work`. Does not block."""
 
 
 class Capture(Protocol):
-    """Whoever can capture."""
+    """The capability to capture graphs."""
 
     def capture(self, work: Callable[[], None], memory: Mapping[str, torch.Tensor]) -> Graph:
-        """Do `work`, which was done before, and keep it. It touches `memory`, what it makes itself, and nothing else.
+        """Run `work`, which has been run before, and return it as a graph.
 
-        Raises RuntimeError if it cannot be kept.
+        `work` uses no memory but `memory` and its own allocations. Raises RuntimeError if it cannot be captured.
         """
 
 
 class CudaGraph:
-    """One of the driver's."""
+    """A graph of the CUDA driver."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self._graph = graph
 
     def replay(self, work: Callable[[], None]) -> None:
-        """As `Graph.replay`; the driver takes our word for it."""
+        """As `Graph.replay`; `work` is not called."""
         self._graph.replay()
 
 
 class CudaGraphs:
-    """Capture by the driver. All graphs share the memory for what they allocate, since they run one after the other."""
+    """Capture by the CUDA driver. All graphs share the memory of their allocations, since only one runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], None], memory: Mapping[str, torch.Tensor]) -> Graph:
         """As `Capture.capture`, in torch's current stream."""
-        work()  # for libraries that settle down in their second run only
+        work()  # some libraries initialize as late as in their second run
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
-        # The preparing thread goes on while this one captures, so only this one's calls must be harmless.
+        # "thread_local", since the preparing thread continues to call the driver during the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             work()
-        graph.replay()  # to capture is not to run
+        graph.replay()  # capturing does not run the work
         return CudaGraph(graph)
 
 
 @dataclass
-class _Inputs:
-    """What every graph reads and writes, always in the same place; a graph uses the beginning of each."""
+class _GraphInputs:
+    """The memory that all graphs read and write; each graph uses the beginning of every tensor."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -128,12 +132,12 @@ class _Inputs:
     logits: torch.Tensor | None = None
 
     def memory(self) -> dict[str, torch.Tensor]:
-        """By name."""
+        """Return the tensors by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 class DecodeGraphs:
-    """The graphs of one model, made when they are first needed or all at once by `warm_up`."""
+    """The graphs of a model, each captured when first needed, or in advance by `warm_up`."""
 
     def __init__(
         self,
@@ -144,16 +148,16 @@ class DecodeGraphs:
         weights: Mapping[str, torch.Tensor],
         sizes: Sequence[int] = SIZES,
     ) -> None:
-        """`weights`: all other memory that `forward` touches."""
+        """Capture no graph yet. `weights` is all other memory that `forward` uses."""
         self._capture, self._backend, self._pool, self._forward = capture, backend, pool, forward
         self._sizes = sorted(sizes)
         self._weights = weights
         self._graphs: dict[Hashable, Graph] = {}
         self._is_off = False
         most, device = self._sizes[-1], pool.keys[0].device
-        # A step's tables are no longer than the pool, unless rows share blocks.
+        # The block tables of a step have no more entries than the pool has blocks, unless rows share blocks.
         numbers = self._planned(most).numbers.size + pool.block_count
-        self._inputs = _Inputs(
+        self._inputs = _GraphInputs(
             token_ids=torch.zeros(most, dtype=torch.int64, device=device),
             positions=torch.zeros(most, dtype=torch.int64, device=device),
             rows=torch.arange(most, device=device),
@@ -162,23 +166,27 @@ class DecodeGraphs:
 
     @property
     def count(self) -> int:
-        """How many graphs there are."""
+        """Number of graphs captured so far."""
         return len(self._graphs)
 
     def size(self, batch: Batch) -> int | None:
-        """To how many tokens this step is padded; None if it is no decode step, or too large."""
+        """Return the number of tokens that this step is padded to; None if it is no decode step, or too large."""
         tokens = len(batch.token_ids)
-        # As many rows as tokens that all sample: every row decodes.
-        if self._is_off or not 0 < tokens <= self._sizes[-1] or not tokens == len(batch.sequences) == len(batch.draws):
+        # In a decode step every row has a single token and samples.
+        if (
+            self._is_off
+            or not 0 < tokens <= self._sizes[-1]
+            or not tokens == len(batch.chunks) == len(batch.sampling_rows)
+        ):
             return None
         return self._sizes[bisect_left(self._sizes, tokens)]
 
     def run(
         self, key: Hashable, size: int, token_ids: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor
     ) -> torch.Tensor:
-        """Logits [tokens, vocabulary] of a step that is padded to `size` tokens; `key` and `numbers` are the plan's.
+        """Run a step padded to `size` tokens and return its logits [tokens, vocabulary]; `key`, `numbers`: the plan's.
 
-        They lie where the last step's lay.
+        The logits are valid until the next call, which overwrites them.
         """
         tokens = len(token_ids)
         self._make_room(len(numbers))
@@ -192,11 +200,14 @@ class DecodeGraphs:
             self._work(size, key)()
         else:
             self._run_and_capture(size, key)
-        assert inputs.logits is not None, "the work has made them"
+        assert inputs.logits is not None, "the work has allocated them"
         return inputs.logits[:tokens]
 
     def warm_up(self) -> None:
-        """Capture a step of each size, the largest first: the smaller fit into its memory. The null block is clean."""
+        """Capture a step of each size, the largest first, since smaller ones fit into its memory. Blocks.
+
+        The null block is zeroed afterwards.
+        """
         for size in reversed(self._sizes):
             plan = self._planned(size)
             ids, positions = self._inputs.token_ids[:size], self._inputs.positions[:size]
@@ -206,14 +217,17 @@ class DecodeGraphs:
         for layer in range(len(self._pool.keys)):
             self._pool.clear(layer, null)
 
-    def _planned(self, size: int) -> Plan:
-        """Of a step of `size` rows with a token each, in the null block."""
+    def _planned(self, size: int) -> AttentionPlan:
+        """Return the plan of a step of `size` rows with a token each, in the null block."""
         zeros, table = np.zeros(size, np.int64), np.full(1, NULL_BLOCK, np.int64)
         rows = [Row(start, start + 1, 1, table) for start in range(size)]
-        return self._backend.plan(Batch(0, 0, zeros, zeros, zeros, zeros, sequences=rows), size)
+        return self._backend.plan(Batch(0, 0, zeros, zeros, zeros, zeros, chunks=rows), size)
 
     def _make_room(self, count: int) -> None:
-        """Rows that share many blocks have longer tables than the pool. Then addresses change, and all graphs go."""
+        """Grow the memory for the plan's numbers if needed, and drop all graphs, which use the old address.
+
+        Block tables have more entries than the pool has blocks only if rows share many blocks.
+        """
         numbers = self._inputs.numbers
         if count > len(numbers):
             self._graphs.clear()
@@ -221,10 +235,10 @@ class DecodeGraphs:
 
     def _run_and_capture(self, size: int, key: Hashable) -> None:
         work = self._work(size, key)
-        work()  # and there are logits, which no graph is to allocate, since all write to the same
+        work()  # allocates the logits outside any graph, since all graphs share them
         try:
             self._graphs[size, key] = self._capture.capture(work, {**self._weights, **self._inputs.memory()})
-        except RuntimeError as error:  # such as a model that has to wait for what it computed
+        except RuntimeError as error:  # such as a model whose code reads results on the host
             self._is_off = True
             log.warning("graphs_unavailable", reason=f"this model's steps cannot be captured: {error}")
             work()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import library
 
-from cuelight.actors.executor.native.linear import Arena, Kind, LinearKernels, Source
+from cuelight.actors.executor.native.linear import Arena, LinearKernels, SourceType, WeightFormat
 
 PACKED_FOR_ROWS = 32
 """The layout is chosen for this many rows, a typical decode step, and used for any number."""
@@ -97,9 +97,11 @@ class NativeInt8Linear(OpaqueLinear):
         super().__init__(linear)
         shape = linear.out_features, linear.in_features
         weight = linear.weight.detach().float().contiguous()
-        memory = arena.take(kernels.packed_bytes(Kind.INT8, *shape))
+        memory = arena.take(kernels.packed_bytes(WeightFormat.INT8, *shape))
         self._kernels = kernels
-        self._packed = kernels.pack_from(weight.data_ptr(), Source.FLOAT32, shape[1], shape, Kind.INT8, into=memory)
+        self._packed = kernels.pack_from(
+            weight.data_ptr(), SourceType.FLOAT32, shape[1], shape, WeightFormat.INT8, into=memory
+        )
         self._added = None if linear.bias is None else np.ascontiguousarray(linear.bias.detach().float().numpy())
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:

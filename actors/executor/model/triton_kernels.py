@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cuelight.actors.executor.model.attention_triton import ITEM, MERGE, Scores, Step
+from cuelight.actors.executor.model.attention_triton import ITEM, MERGE, ScoreOptions, TritonStep
 
 LOG2E = 1.4426950408889634
 LAUNCH = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
@@ -180,9 +180,15 @@ class TritonKernels:
         )  # fmt: skip
 
     def attend(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, step: Step, scores: Scores
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        step: TritonStep,
+        scores: ScoreOptions,
     ) -> None:
-        """As `Kernels.attend`."""
+        """As `PagedKernels.attend`."""
         q = _rows(q)
         _, heads, dim = q.shape
         _, kv_heads, block_size, _ = keys.shape
@@ -199,7 +205,7 @@ class TritonKernels:
             **LAUNCH,
         )  # fmt: skip
 
-    def merge(self, out: torch.Tensor, step: Step) -> None:
+    def merge(self, out: torch.Tensor, step: TritonStep) -> None:
         """As `Kernels.merge`."""
         _, heads, dim = out.shape
         kv_heads = step.partials.shape[1]

@@ -22,17 +22,17 @@ FLOAT32, BF16, INT8 = 0, 1, 2
 
 
 class CueKv(ctypes.Structure):
-    """One layer's pool, as `kv.h` has it."""
+    """One layer's pool, as `kv_pool.h` has it."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         *((name, ctypes.c_int64) for name in ("blocks", "block_stride")),
-        *((name, ctypes.c_int32) for name in ("type", "kv_heads", "block_size", "head_dim", "paired")),
+        *((name, ctypes.c_int32) for name in ("type", "kv_heads", "block_size", "head_dim", "vnni_pairs")),
     )
 
 
 class CueSlots(ctypes.Structure):
-    """Where a step's tokens stand, as `kv.h` has it."""
+    """Where a step's tokens stand, as `kv_pool.h` has it."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("positions", "blocks", "offsets")),
@@ -41,7 +41,7 @@ class CueSlots(ctypes.Structure):
 
 
 class CueSequences(ctypes.Structure):
-    """A step's sequences, as `attention.h` has it."""
+    """A step's chunks, as `attention.h` has it."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("starts", "stops", "context_lengths", "table_offsets", "blocks")),
@@ -51,10 +51,10 @@ class CueSequences(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Pool:
+class LayerPool:
     """Addresses of one layer's keys and values, [blocks, kv_heads, block_size, head_dim] of `type`.
 
-    For `INT8` the scales are float32 [blocks, kv_heads, block_size]. Where the pool is `paired`, keys are
+    For `INT8` the scales are float32 [blocks, kv_heads, block_size]. With `vnni_pairs` keys are
     [blocks, kv_heads, head_dim / 2, block_size, 2] and values [blocks, kv_heads, block_size / 2, head_dim, 2].
     """
 
@@ -67,7 +67,7 @@ class Pool:
     head_dim: int
     key_scales: int = 0
     value_scales: int = 0
-    paired: bool = False
+    vnni_pairs: bool = False
     block_stride: int = 0
     """From block to block, in tokens of one head; 0: one block lies right behind the other."""
 
@@ -84,46 +84,46 @@ class Pool:
             self.kv_heads,
             self.block_size,
             self.head_dim,
-            self.paired,
+            self.vnni_pairs,
         )
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One step's tokens and sequences as the library reads them; keeps its arrays."""
+class StepLayout:
+    """One step's tokens and chunks as the library reads them; keeps its arrays."""
 
     token_count: int
     slots: CueSlots
-    sequences: CueSequences
+    chunks: CueSequences
     arrays: tuple[Ints, ...]
 
 
 def layout(
-    positions: Ints, blocks: Ints, offsets: Ints, sequences: Sequence[tuple[int, int, int]], tables: Sequence[Ints]
-) -> Layout:
-    """Lay a step out: per token a position, block and offset; per sequence (start, stop, context length), a table."""
+    positions: Ints, blocks: Ints, offsets: Ints, chunks: Sequence[tuple[int, int, int]], tables: Sequence[Ints]
+) -> StepLayout:
+    """Lay a step out: per token a position, block and offset; per chunk (start, stop, context length), a table."""
     token_count = len(positions)
-    if not token_count == len(blocks) == len(offsets) or len(sequences) != len(tables):
-        raise ValueError("per token one position, block and offset; per sequence one table")
-    if any(not 0 <= start < stop <= token_count for start, stop, _ in sequences):
-        raise ValueError(f"a sequence is a part of the {token_count} tokens")
-    bounds = np.array(sequences, np.int64).reshape(-1, 3)
+    if not token_count == len(blocks) == len(offsets) or len(chunks) != len(tables):
+        raise ValueError("per token one position, block and offset; per chunk one table")
+    if any(not 0 <= start < stop <= token_count for start, stop, _ in chunks):
+        raise ValueError(f"a chunk is a part of the {token_count} tokens")
+    bounds = np.array(chunks, np.int64).reshape(-1, 3)
     starts, stops, lengths = (np.ascontiguousarray(column) for column in bounds.T)
     entries = np.concatenate([np.zeros(0, np.int64), *tables]).astype(np.int64)
     ends = np.cumsum([0, *map(len, tables)], dtype=np.int64)
     slots = [np.ascontiguousarray(array, np.int64) for array in (positions, blocks, offsets)]
     arrays = (*slots, starts, stops, lengths, ends, entries)
-    return Layout(
+    return StepLayout(
         token_count,
         CueSlots(*(array.ctypes.data for array in slots), token_count),
-        CueSequences(*(a.ctypes.data for a in (starts, stops, lengths, ends, entries)), len(entries), len(sequences)),
+        CueSequences(*(a.ctypes.data for a in (starts, stops, lengths, ends, entries)), len(entries), len(chunks)),
         arrays,
     )
 
 
-def wants_pairs(library: ctypes.CDLL, kind: int, block_size: int, head_dim: int) -> bool:
-    """Whether pools of this kind should be paired: this machine multiplies pairs, and the sizes are whole registers."""
-    return bool(library.cue_pairs(kind, block_size, head_dim))
+def wants_vnni_pairs(library: ctypes.CDLL, kind: int, block_size: int, head_dim: int) -> bool:
+    """Whether pools of this kind should hold VNNI pairs: the machine has the instructions and the sizes fit."""
+    return bool(library.cue_kv_vnni_pairs(kind, block_size, head_dim))
 
 
 class AttentionKernels:
@@ -136,18 +136,20 @@ class AttentionKernels:
         self._rope.argtypes = (p, p, p, i32, p, p, i64, i32)
         self._attend.argtypes = (p, p, p, i64, p, i64, i32, ctypes.c_float)
 
-    def write(self, pool: Pool, step: Layout, keys: Floats, values: Floats) -> None:
+    def write(self, pool: LayerPool, step: StepLayout, keys: Floats, values: Floats) -> None:
         """Store keys and values, [tokens, kv_heads, head_dim] each."""
         shape = (step.token_count, pool.kv_heads, pool.head_dim)
         stride = pool.kv_heads * pool.head_dim
         kv = pool.structure()
         _check(
             self._write(
-                ctypes.byref(kv), ctypes.byref(step.slots), _address(keys, shape), _address(values, shape), stride
+                ctypes.byref(kv), ctypes.byref(step.slots), address_of(keys, shape), address_of(values, shape), stride
             )
         )
 
-    def rope_write(self, pool: Pool, step: Layout, qkv: Floats, heads: int, cosines: Floats, sines: Floats) -> None:
+    def rope_write(
+        self, pool: LayerPool, step: StepLayout, qkv: Floats, heads: int, cosines: Floats, sines: Floats
+    ) -> None:
         """Turn queries (in place) and keys, then store keys and values.
 
         `qkv` is [tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys, values. Tables are [positions, rotary / 2].
@@ -159,16 +161,16 @@ class AttentionKernels:
             self._rope(
                 ctypes.byref(kv),
                 ctypes.byref(step.slots),
-                _address(qkv, shape),
+                address_of(qkv, shape),
                 heads,
-                _address(cosines, (rows, half)),
-                _address(sines, (rows, half)),
+                address_of(cosines, (rows, half)),
+                address_of(sines, (rows, half)),
                 rows,
                 2 * half,
             )
         )
 
-    def attend(self, pool: Pool, step: Layout, q: Floats, out: Floats, heads: int, scale: float) -> None:
+    def attend(self, pool: LayerPool, step: StepLayout, q: Floats, out: Floats, heads: int, scale: float) -> None:
         """Attend with the first heads * head_dim numbers of each row of `q` into those of `out`."""
         size = heads * pool.head_dim
         if q.shape[1] < size or out.shape[1] < size:
@@ -177,10 +179,10 @@ class AttentionKernels:
         _check(
             self._attend(
                 ctypes.byref(kv),
-                ctypes.byref(step.sequences),
-                _address(q, (step.token_count, q.shape[1])),
+                ctypes.byref(step.chunks),
+                address_of(q, (step.token_count, q.shape[1])),
                 q.shape[1],
-                _address(out, (step.token_count, out.shape[1])),
+                address_of(out, (step.token_count, out.shape[1])),
                 out.shape[1],
                 heads,
                 scale,
@@ -188,7 +190,8 @@ class AttentionKernels:
         )
 
 
-def _address(array: Floats, shape: tuple[int, ...]) -> int:
+def address_of(array: Floats, shape: tuple[int, ...]) -> int:
+    """The address of a C-contiguous float32 array. Raises `ValueError` for any other array or shape."""
     if array.dtype != np.float32 or not array.flags.c_contiguous or array.shape != shape:
         raise ValueError(f"needed contiguous float32 {shape}, not {array.dtype} {array.shape}")
     return array.ctypes.data
@@ -197,3 +200,61 @@ def _address(array: Floats, shape: tuple[int, ...]) -> int:
 def _check(status: int) -> None:
     if status != 0:
         raise ValueError("a block, slot, position or table entry that does not exist")
+
+
+EmbeddingTable: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.int8]
+
+_TYPES = {"float32": FLOAT32, "uint16": BF16, "int8": INT8}
+
+
+class SmallKernels:
+    """The library's functions; every array is C-contiguous. They raise `ValueError` on arrays that do not fit."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        p, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+        self._norm, self._silu = library.cue_add_rmsnorm, library.cue_silu_mul
+        self._embed, self._argmax = library.cue_embed, library.cue_argmax
+        self._norm.argtypes, self._norm.restype = (p, p, p, p, i64, i64, ctypes.c_float), None
+        self._silu.argtypes, self._silu.restype = (p, p, i64, p, i64, i64), None
+        self._embed.argtypes = (p, i64, p, p, i32, i64, i64, p)
+        self._argmax.argtypes, self._argmax.restype = (p, i64, i64, i64, p), None
+
+    def add_rmsnorm(self, x: Floats, delta: Floats | None, weight: Floats, epsilon: float) -> Floats:
+        """`x += delta`, if there is one; returns the norm of x times the weight. x is [rows, n]."""
+        rows, n = x.shape
+        y = np.empty_like(x)
+        added = None if delta is None else address_of(delta, x.shape)
+        self._norm(address_of(x, x.shape), added, address_of(weight, (n,)), y.ctypes.data, rows, n, epsilon)
+        return y
+
+    def silu_mul(self, gate_up: Floats) -> Floats:
+        """silu(gate) * up of rows that hold the gate's n numbers, then as many of up."""
+        rows, width = gate_up.shape
+        if width % 2:
+            raise ValueError(f"{width} numbers are not gate and up")
+        out = np.empty((rows, width // 2), np.float32)
+        gate = address_of(gate_up, gate_up.shape)
+        self._silu(gate, gate + 2 * width, width, out.ctypes.data, rows, width // 2)
+        return out
+
+    def embed(self, ids: Ints, table: EmbeddingTable, scales: Floats | None = None) -> Floats:
+        """Rows of a table: float32, bf16 as uint16, or int8 with a scale for each row."""
+        rows, n = table.shape
+        kind = _TYPES[table.dtype.name]
+        if not table.flags.c_contiguous or (kind == INT8) != (scales is not None):
+            raise ValueError("a contiguous table, with scales if it is int8")
+        out = np.empty((len(ids), n), np.float32)
+        scale = None if scales is None else address_of(scales, (rows,))
+        wanted = np.ascontiguousarray(ids, np.int64)
+        if self._embed(wanted.ctypes.data, len(ids), table.ctypes.data, scale, kind, rows, n, out.ctypes.data) != 0:
+            raise ValueError(f"an id is not below {rows}")
+        return out
+
+    def argmax(self, logits: Floats) -> Ints:
+        """Where each row is largest, the first such place; -1 for a row with a number that is not finite."""
+        rows, n = logits.shape
+        if n == 0:
+            raise ValueError("the largest of no numbers")
+        out = np.empty(rows, np.int64)
+        self._argmax(address_of(logits, logits.shape), n, rows, n, out.ctypes.data)
+        return out

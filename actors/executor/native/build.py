@@ -66,11 +66,11 @@ def _library(folder: Path | None) -> ctypes.CDLL:
         return found
     try:
         with tempfile.TemporaryDirectory(prefix="cuelight-") as scratch:
-            made = compile_into(Path(scratch), compiler)
-            if folder is not None and (kept := _keep(made, folder, name)) is not None:
+            compiled = compile_into(Path(scratch), compiler)
+            if folder is not None and (kept := _keep(compiled, folder, name)) is not None:
                 with contextlib.suppress(OSError):  # a place from which nothing may be run
                     return ctypes.CDLL(str(kept))
-            return ctypes.CDLL(str(made))
+            return ctypes.CDLL(str(compiled))
     except OSError as error:
         raise NoNativeCode(f"the native kernels found no place: {error}") from error
 
@@ -88,16 +88,16 @@ def _found(folder: Path, name: str) -> ctypes.CDLL | None:
     return None
 
 
-def _keep(made: Path, folder: Path, name: str) -> Path | None:
+def _keep(compiled: Path, folder: Path, name: str) -> Path | None:
     """Where the library lies for later processes now; None where there is no room for it.
 
     The name comes into being complete, whoever else makes it too, and if the power fails now.
     """
-    kept = folder / _kept_name(name, made)
+    kept = folder / _kept_name(name, compiled)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{kept.name}.", suffix=".partial", dir=folder) as scratch:
-            copy = Path(shutil.copy(made, scratch))
+            copy = Path(shutil.copy(compiled, scratch))
             with copy.open("r+b") as file:
                 os.fsync(file.fileno())
             copy.replace(kept)
@@ -113,7 +113,7 @@ def _kept_name(name: str, library: Path) -> str:
     return f"{name}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so"
 
 
-def _remove_old(folder: Path, made: Path) -> None:
+def _remove_old(folder: Path, compiled: Path) -> None:
     """Remove all but the last used libraries, and what compilations have left behind that were killed.
 
     A process that has a library loaded keeps it: a removed file stays for those who have it open, and where the system
@@ -128,7 +128,7 @@ def _remove_old(folder: Path, made: Path) -> None:
         with contextlib.suppress(OSError):
             old.unlink()
     for partial, seconds in used.items():
-        if partial.suffix == ".partial" and seconds < used.get(made, 0) - 2 * COMPILE_SECONDS_MAX:
+        if partial.suffix == ".partial" and seconds < used.get(compiled, 0) - 2 * COMPILE_SECONDS_MAX:
             shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -1,8 +1,11 @@
+// One step of the decoder: the kernels of embedding, norm, projection, attention and feed-forward in the order of the
+// layers.
 #include "decoder.h"
 
 #include <chrono>
 #include <cstring>
 
+#include "kv.h"
 #include "linear.h"
 #include "ops.h"
 #include "threads.h"
@@ -10,13 +13,13 @@
 namespace cue {
 namespace {
 
-constexpr int64_t kLine = 64;
+constexpr int64_t kCacheLine = 64;
 
-class Clock {
-   public:
-    explicit Clock(double* seconds) : seconds_(seconds) { start_ = now(); }
+class PartTimer {
+public:
+    explicit PartTimer(double* seconds) : seconds_(seconds) { start_ = now(); }
 
-    // What has passed since the last time belongs to this part.
+    // Add the time since the previous lap to `part`.
     void lap(CuePart part) {
         if (seconds_ == nullptr) return;
         const double end = now();
@@ -24,7 +27,7 @@ class Clock {
         start_ = end;
     }
 
-   private:
+private:
     double now() const {
         if (seconds_ == nullptr) return 0;
         return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -34,150 +37,165 @@ class Clock {
     double start_;
 };
 
-// Hands out pieces of the scratch memory; without any, counts what they take.
-class Scratch {
-   public:
-    explicit Scratch(void* memory) : memory_(static_cast<char*>(memory)) {}
+// Divides scratch memory into cache-aligned pieces. Without memory, only counts the bytes.
+class ScratchAllocator {
+public:
+    explicit ScratchAllocator(void* memory) : memory_(static_cast<char*>(memory)) {}
 
-    void* bytes(int64_t count) {
-        void* piece = memory_ == nullptr ? nullptr : memory_ + used_;
-        used_ += (count + kLine - 1) / kLine * kLine;
-        return piece;
+    void* take_bytes(int64_t count) {
+        void* taken = memory_ == nullptr ? nullptr : memory_ + used_;
+        used_ += (count + kCacheLine - 1) / kCacheLine * kCacheLine;
+        return taken;
     }
-    float* floats(int64_t count) { return static_cast<float*>(bytes(count * static_cast<int64_t>(sizeof(float)))); }
+    float* take_floats(int64_t count) {
+        return static_cast<float*>(take_bytes(count * static_cast<int64_t>(sizeof(float))));
+    }
     int64_t used() const { return used_; }
 
-   private:
+private:
     char* memory_;
     int64_t used_ = 0;
 };
 
-struct Widths {
-    explicit Widths(const CueDecoder& d)
+struct QkvWidths {
+    explicit QkvWidths(const CueDecoder& d)
         : queries(static_cast<int64_t>(d.heads) * d.head_dim), keys(static_cast<int64_t>(d.kv_heads) * d.head_dim) {}
     int64_t queries, keys;
     int64_t qkv() const { return queries + 2 * keys; }
 };
 
-// The step's intermediate results, each [tokens, width].
-struct Buffers {
-    Buffers(const CueDecoder& d, int64_t tokens, Scratch& scratch) {
-        const Widths widths(d);
-        stream = scratch.floats(tokens * d.hidden);
-        normed = scratch.floats(tokens * d.hidden);
-        qkv = scratch.floats(tokens * widths.qkv());
-        attended = scratch.floats(tokens * widths.queries);
+// Intermediate results of a step, each [tokens, width].
+struct StepBuffers {
+    StepBuffers(const CueDecoder& d, int64_t tokens, ScratchAllocator& scratch) {
+        const QkvWidths widths(d);
+        residual = scratch.take_floats(tokens * d.hidden);
+        normed = scratch.take_floats(tokens * d.hidden);
+        qkv = scratch.take_floats(tokens * widths.qkv());
+        attention_out = scratch.take_floats(tokens * widths.queries);
         if (d.quantized) {
-            narrow = scratch.bytes(cue_quantized_bytes(tokens, d.hidden));
-            wide = scratch.bytes(cue_quantized_bytes(tokens, d.intermediate));
+            quantized_hidden = scratch.take_bytes(cue_quantized_bytes(tokens, d.hidden));
+            quantized_intermediate = scratch.take_bytes(cue_quantized_bytes(tokens, d.intermediate));
         } else {
-            gated = scratch.floats(tokens * d.intermediate);
+            gated = scratch.take_floats(tokens * d.intermediate);
         }
     }
-    float *stream, *normed, *qkv, *attended, *gated = nullptr;
-    void *narrow = nullptr, *wide = nullptr;
+    float *residual, *normed, *qkv, *attention_out, *gated = nullptr;
+    void *quantized_hidden = nullptr, *quantized_intermediate = nullptr;
 };
 
-class Step {
-   public:
-    Step(const CueDecoder& decoder, const CueStep& step, void* scratch, double* seconds)
-        : d_(decoder), step_(step), rows_(step.slots.count), clock_(seconds), pieces_(scratch),
-          b_(decoder, rows_, pieces_) {}
+class DecoderStep {
+public:
+    DecoderStep(const CueDecoder& decoder, const CueStep& step, void* scratch, double* seconds)
+        : decoder_(decoder),
+          step_(step),
+          rows_(step.slots.count),
+          timer_(seconds),
+          allocator_(scratch),
+          buffers_(decoder, rows_, allocator_) {}
 
-    int run(float* logits, int64_t* best) {
-        if (cue_embed(step_.token_ids, rows_, d_.embedding, d_.embedding_scales, d_.embedding_type, d_.vocabulary,
-                      d_.hidden, b_.stream) != 0) {
+    int run(float* logits, int64_t* argmax) {
+        if (cue_embed(step_.token_ids, rows_, decoder_.embedding, decoder_.embedding_scales, decoder_.embedding_type,
+                      decoder_.vocabulary, decoder_.hidden, buffers_.residual) != 0) {
             return -1;
         }
-        clock_.lap(CUE_EMBED);
-        for (int layer = 0; layer < d_.layer_count; ++layer) {
-            if (!attend(d_.layers[layer], d_.pools[layer])) return -1;
-            if (layer + 1 == d_.layer_count && !keep_draws()) return step_.draw_count == 0 ? 0 : -1;
-            project(d_.layers[layer]);
-            feed_forward(d_.layers[layer]);
+        timer_.lap(CUE_EMBED);
+        for (int layer = 0; layer < decoder_.layer_count; ++layer) {
+            if (!attention(decoder_.layers[layer], decoder_.pools[layer])) return -1;
+            if (layer + 1 == decoder_.layer_count && !keep_logit_rows()) return step_.logit_row_count == 0 ? 0 : -1;
+            project(decoder_.layers[layer]);
+            feed_forward(decoder_.layers[layer]);
         }
-        finish(logits, best);
+        compute_logits(logits, argmax);
         return 0;
     }
 
-   private:
+private:
     void norm(const float* weight) {
-        cue_add_rmsnorm(b_.stream, nullptr, weight, b_.normed, rows_, d_.hidden, d_.epsilon);
-        clock_.lap(CUE_NORM);
+        cue_add_rmsnorm(buffers_.residual, nullptr, weight, buffers_.normed, rows_, decoder_.hidden, decoder_.epsilon);
+        timer_.lap(CUE_NORM);
     }
 
-    bool attend(const CueLayer& layer, const CueKv& pool) {
-        const Widths widths(d_);
+    bool attention(const CueLayer& layer, const CueKv& pool) {
+        const QkvWidths widths(decoder_);
         norm(layer.attention_norm);
-        cue_linear(layer.qkv, b_.normed, d_.hidden, rows_, layer.qkv_bias, 0, b_.qkv, widths.qkv());
-        clock_.lap(CUE_QKV);
+        cue_linear(layer.qkv, buffers_.normed, decoder_.hidden, rows_, layer.qkv_bias, 0, buffers_.qkv, widths.qkv());
+        timer_.lap(CUE_QKV);
         if (layer.query_norm != nullptr) norm_heads(layer, widths);
-        if (cue_rope_write(&pool, &step_.slots, b_.qkv, d_.heads, d_.cosines, d_.sines, d_.positions, d_.rotary) != 0) {
+        if (cue_rope_write(&pool, &step_.slots, buffers_.qkv, decoder_.heads, decoder_.cosines, decoder_.sines,
+                           decoder_.positions, decoder_.rotary) != 0) {
             return false;
         }
-        clock_.lap(CUE_ROPE);
-        const int done = cue_attend(&pool, &step_.sequences, b_.qkv, widths.qkv(), b_.attended, widths.queries,
-                                    d_.heads, d_.scale);
-        clock_.lap(CUE_ATTENTION);
+        timer_.lap(CUE_ROPE);
+        const int done = cue_attend(&pool, &step_.sequences, buffers_.qkv, widths.qkv(), buffers_.attention_out,
+                                    widths.queries, decoder_.heads, decoder_.scale);
+        timer_.lap(CUE_ATTENTION);
         return done == 0;
     }
 
-    // Each head of the queries and keys is normed by itself.
-    void norm_heads(const CueLayer& layer, const Widths& widths) {
+    // RMSNorm of each query and key head by itself.
+    void norm_heads(const CueLayer& layer, const QkvWidths& widths) {
         parallel(static_cast<int>(rows_), [&](int row) {
-            float* queries = b_.qkv + row * widths.qkv();
+            float* queries = buffers_.qkv + row * widths.qkv();
             float* keys = queries + widths.queries;
-            cue_add_rmsnorm(queries, nullptr, layer.query_norm, queries, d_.heads, d_.head_dim, d_.epsilon);
-            cue_add_rmsnorm(keys, nullptr, layer.key_norm, keys, d_.kv_heads, d_.head_dim, d_.epsilon);
+            cue_add_rmsnorm(queries, nullptr, layer.query_norm, queries, decoder_.heads, decoder_.head_dim,
+                            decoder_.epsilon);
+            cue_add_rmsnorm(keys, nullptr, layer.key_norm, keys, decoder_.kv_heads, decoder_.head_dim,
+                            decoder_.epsilon);
         });
-        clock_.lap(CUE_NORM);
+        timer_.lap(CUE_NORM);
     }
 
-    // After the last attention only the rows that are sampled after matter. False if there are none, or one is missing.
-    bool keep_draws() {
-        const Widths widths(d_);
-        for (int32_t i = 0; i < step_.draw_count; ++i) {
-            const int64_t row = step_.draws[i];
-            if (row < i || row >= rows_) return false;  // ascending, so that none is overwritten before it is moved
-            std::memmove(b_.stream + i * d_.hidden, b_.stream + row * d_.hidden, d_.hidden * sizeof(float));
-            std::memmove(b_.attended + i * widths.queries, b_.attended + row * widths.queries,
+    // Keep only the rows whose logits are wanted: nothing after the last attention needs the others. False if there are
+    // none, or if the rows are not ascending and in range.
+    bool keep_logit_rows() {
+        const QkvWidths widths(decoder_);
+        for (int32_t i = 0; i < step_.logit_row_count; ++i) {
+            const int64_t row = step_.logit_rows[i];
+            if (row < i || row >= rows_) return false;  // ascending: no row is overwritten before it is moved
+            std::memmove(buffers_.residual + i * decoder_.hidden, buffers_.residual + row * decoder_.hidden,
+                         decoder_.hidden * sizeof(float));
+            std::memmove(buffers_.attention_out + i * widths.queries, buffers_.attention_out + row * widths.queries,
                          widths.queries * sizeof(float));
         }
-        rows_ = step_.draw_count;
+        rows_ = step_.logit_row_count;
         return rows_ > 0;
     }
 
     void project(const CueLayer& layer) {
-        cue_linear(layer.output, b_.attended, Widths(d_).queries, rows_, layer.output_bias, 1, b_.stream, d_.hidden);
-        clock_.lap(CUE_OUTPUT);
+        cue_linear(layer.output, buffers_.attention_out, QkvWidths(decoder_).queries, rows_, layer.output_bias, 1,
+                   buffers_.residual, decoder_.hidden);
+        timer_.lap(CUE_OUTPUT);
     }
 
     void feed_forward(const CueLayer& layer) {
         norm(layer.mlp_norm);
-        if (d_.quantized) {
-            cue_quantize(b_.normed, d_.hidden, rows_, d_.hidden, b_.narrow);
-            cue_gated_quantized(layer.gate_up, b_.narrow, rows_, b_.wide);
-            cue_linear_quantized(layer.down, b_.wide, rows_, nullptr, 1, b_.stream, d_.hidden);
+        if (decoder_.quantized) {
+            cue_quantize(buffers_.normed, decoder_.hidden, rows_, decoder_.hidden, buffers_.quantized_hidden);
+            cue_gated_quantized(layer.gate_up, buffers_.quantized_hidden, rows_, buffers_.quantized_intermediate);
+            cue_linear_quantized(layer.down, buffers_.quantized_intermediate, rows_, nullptr, 1, buffers_.residual,
+                                 decoder_.hidden);
         } else {
-            cue_linear(layer.gate_up, b_.normed, d_.hidden, rows_, nullptr, 0, b_.gated, d_.intermediate);
-            cue_linear(layer.down, b_.gated, d_.intermediate, rows_, nullptr, 1, b_.stream, d_.hidden);
+            cue_linear(layer.gate_up, buffers_.normed, decoder_.hidden, rows_, nullptr, 0, buffers_.gated,
+                       decoder_.intermediate);
+            cue_linear(layer.down, buffers_.gated, decoder_.intermediate, rows_, nullptr, 1, buffers_.residual,
+                       decoder_.hidden);
         }
-        clock_.lap(CUE_MLP);
+        timer_.lap(CUE_MLP);
     }
 
-    void finish(float* logits, int64_t* best) {
-        norm(d_.final_norm);
-        cue_linear(d_.head, b_.normed, d_.hidden, rows_, nullptr, 0, logits, d_.vocabulary);
-        cue_argmax(logits, d_.vocabulary, rows_, d_.vocabulary, best);
-        clock_.lap(CUE_HEAD);
+    void compute_logits(float* logits, int64_t* argmax) {
+        norm(decoder_.final_norm);
+        cue_linear(decoder_.head, buffers_.normed, decoder_.hidden, rows_, nullptr, 0, logits, decoder_.vocabulary);
+        cue_argmax(logits, decoder_.vocabulary, rows_, decoder_.vocabulary, argmax);
+        timer_.lap(CUE_HEAD);
     }
 
-    const CueDecoder& d_;
+    const CueDecoder& decoder_;
     const CueStep& step_;
     int64_t rows_;
-    Clock clock_;
-    Scratch pieces_;
-    Buffers b_;
+    PartTimer timer_;
+    ScratchAllocator allocator_;
+    StepBuffers buffers_;
 };
 
 }  // namespace
@@ -185,14 +203,14 @@ class Step {
 
 extern "C" {
 
-int64_t cue_decoder_bytes(const CueDecoder* decoder, int64_t tokens) {
-    cue::Scratch counted(nullptr);
-    cue::Buffers(*decoder, tokens, counted);
+int64_t cue_decoder_scratch_bytes(const CueDecoder* decoder, int64_t tokens) {
+    cue::ScratchAllocator counted(nullptr);
+    cue::StepBuffers(*decoder, tokens, counted);
     return counted.used();
 }
 
-int cue_decode(const CueDecoder* decoder, const CueStep* step, void* scratch, float* logits, int64_t* best,
+int cue_decode(const CueDecoder* decoder, const CueStep* step, void* scratch, float* logits, int64_t* argmax,
                double* seconds) {
-    return cue::Step(*decoder, *step, scratch, seconds).run(logits, best);
+    return cue::DecoderStep(*decoder, *step, scratch, seconds).run(logits, argmax);
 }
 }

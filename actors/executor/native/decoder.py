@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from cuelight.actors.executor.native.architecture import Architecture, NotNative
-from cuelight.actors.executor.native.attention import BF16, FLOAT32, CueKv, CueSequences, CueSlots, Layout
-from cuelight.actors.executor.native.linear import Arena, Kind, LinearKernels, aligned
-from cuelight.actors.executor.native.weights import Tensor, as_float32, stacked
+from cuelight.actors.executor.native.attention import BF16, FLOAT32, CueKv, CueSequences, CueSlots, StepLayout
+from cuelight.actors.executor.native.linear import Arena, LinearKernels, WeightFormat, aligned
+from cuelight.actors.executor.native.model_folder import Architecture, NotNative, Tensor, as_float32, stacked
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -61,8 +60,8 @@ class CueStep(ctypes.Structure):
         ("token_ids", ctypes.c_void_p),
         ("slots", CueSlots),
         ("sequences", CueSequences),
-        ("draws", ctypes.c_void_p),
-        ("draw_count", ctypes.c_int32),
+        ("logit_rows", ctypes.c_void_p),
+        ("logit_row_count", ctypes.c_int32),
     )
 
 
@@ -71,7 +70,7 @@ class NativeWeights:
     """The model as the kernels want it. Keeps its memory."""
 
     architecture: Architecture
-    kind: Kind
+    kind: WeightFormat
     layers: ctypes.Array[CueLayer]
     embedding: Tensor
     final_norm: Floats
@@ -84,11 +83,11 @@ class NativeWeights:
         library: ctypes.CDLL,
         architecture: Architecture,
         tensors: Mapping[str, Tensor],
-        kind: Kind,
+        kind: WeightFormat,
         packed_one: Callable[[], object] = lambda: None,
     ) -> NativeWeights:
         """`packed_one` is called after each layer. Raises NotNative where a tensor is missing or of another shape."""
-        packing = _Packing(LinearKernels(library), architecture, tensors, kind)
+        packing = _WeightPacker(LinearKernels(library), architecture, tensors, kind)
         layers = (CueLayer * architecture.layers)()
         for number, layer in enumerate(packing.layers()):
             layers[number] = layer
@@ -99,15 +98,15 @@ class NativeWeights:
         # A model with tied weights may have both all the same; if they differ, transformers does not tie them.
         is_tied = architecture.is_tied and "lm_head.weight" not in tensors
         # In four bits the head would cost more of the model's sense than it saves time.
-        head_kind = Kind.INT8 if kind is Kind.INT4 else kind
+        head_kind = WeightFormat.INT8 if kind is WeightFormat.INT4 else kind
         head = packing.packed(table if is_tied else packing.take("lm_head.weight", *shape), head_kind)
         norm = packing.vector("model.norm.weight", architecture.hidden)
         return cls(architecture, kind, layers, embedding, norm, head, packing.kept)
 
 
-class _Packing:
+class _WeightPacker:
     def __init__(
-        self, kernels: LinearKernels, architecture: Architecture, tensors: Mapping[str, Tensor], kind: Kind
+        self, kernels: LinearKernels, architecture: Architecture, tensors: Mapping[str, Tensor], kind: WeightFormat
     ) -> None:
         self._kernels = kernels
         self._a, self._tensors, self._kind = architecture, tensors, kind
@@ -146,7 +145,7 @@ class _Packing:
     def vector(self, name: str, size: int) -> Floats:
         return as_float32(self.take(name, size))
 
-    def packed(self, weights: Tensor, kind: Kind, *, gated: bool = False) -> int:
+    def packed(self, weights: Tensor, kind: WeightFormat, *, gated: bool = False) -> int:
         """Where they lie."""
         outputs, inputs = weights.shape
         try:
@@ -185,7 +184,7 @@ class NativeDecoder:
         timed: bool = False,
     ) -> None:
         a = weights.architecture
-        self._decode, scratch_bytes = library.cue_decode, library.cue_decoder_bytes
+        self._decode, scratch_bytes = library.cue_decode, library.cue_decoder_scratch_bytes
         self._decode.argtypes = (ctypes.c_void_p,) * 6
         scratch_bytes.argtypes, scratch_bytes.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
         self._weights = weights
@@ -214,7 +213,7 @@ class NativeDecoder:
             intermediate=a.intermediate,
             rotary=a.head_dim,
             embedding_type=BF16 if weights.embedding.dtype == np.uint16 else FLOAT32,
-            quantized=weights.kind in (Kind.INT8, Kind.INT4),
+            quantized=weights.kind in (WeightFormat.INT8, WeightFormat.INT4),
             epsilon=a.epsilon,
             scale=a.head_dim**-0.5,
         )
@@ -223,14 +222,14 @@ class NativeDecoder:
         self.seconds = np.zeros(len(PARTS)) if timed else None
         """Spent in each of `PARTS` so far, where that is counted."""
 
-    def decode(self, token_ids: Ints, layout: Layout, draws: Ints) -> tuple[Floats, Ints]:
-        """Logits [draws, vocabulary] after the tokens at `draws` (ascending), valid until the next call, and the most
-        probable token of each, or -1 where they are not finite."""
+    def decode(self, token_ids: Ints, layout: StepLayout, sampled: Ints) -> tuple[Floats, Ints]:
+        """Logits [samples, vocabulary] after the tokens at `sampled` (ascending), valid until the next call, and the
+        most probable token of each, or -1 where they are not finite."""
         assert len(token_ids) == layout.token_count <= self._tokens_max, "a step is as large as was said"
-        if len(draws) > len(self._logits):
-            self._logits = np.zeros((2 * len(draws), self._logits.shape[1]), np.float32)
-        best = np.zeros(len(draws), np.int64)
-        step = CueStep(token_ids.ctypes.data, layout.slots, layout.sequences, draws.ctypes.data, len(draws))
+        if len(sampled) > len(self._logits):
+            self._logits = np.zeros((2 * len(sampled), self._logits.shape[1]), np.float32)
+        best = np.zeros(len(sampled), np.int64)
+        step = CueStep(token_ids.ctypes.data, layout.slots, layout.chunks, sampled.ctypes.data, len(sampled))
         status: int = self._decode(
             ctypes.addressof(self._decoder),
             ctypes.addressof(step),
@@ -240,4 +239,4 @@ class NativeDecoder:
             None if self.seconds is None else self.seconds.ctypes.data,
         )
         assert status == 0, "a step names tokens and slots that exist"
-        return self._logits[: len(draws)], best
+        return self._logits[: len(sampled)], best

@@ -1,3 +1,4 @@
+// Detection of the instruction set, and the level in use.
 #include "isa.h"
 
 #include <atomic>
@@ -5,42 +6,42 @@
 namespace cue {
 namespace {
 
-// Above kAvx512: the same and AVX512-BF16.
-constexpr int kWithBf16 = kAvx512 + 1;
+// kAvx512 with AVX512-BF16.
+constexpr int kAvx512Bf16Level = kAvx512 + 1;
 
-int best() {
+int best_level() {
 #if CUE_X86
     __builtin_cpu_init();
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512vnni");
 #if CUE_X86_BF16
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) return kWithBf16;
+    if (avx512 && __builtin_cpu_supports("avx512bf16")) return kAvx512Bf16Level;
 #endif
     if (avx512) return kAvx512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2;
 #endif
-    return kPlain;
+    return kPortable;
 }
 
-std::atomic<int>& chosen() {
-    static std::atomic<int> now{best()};
-    return now;
+std::atomic<int>& chosen_level() {
+    static std::atomic<int> level{best_level()};
+    return level;
 }
 
-int step() { return chosen().load(std::memory_order_relaxed); }
+int level() { return chosen_level().load(std::memory_order_relaxed); }
 
 }  // namespace
 
-Isa isa() { return step() < kAvx512 ? static_cast<Isa>(step()) : kAvx512; }
+Isa isa() { return level() < kAvx512 ? static_cast<Isa>(level()) : kAvx512; }
 
-bool has_bf16() { return step() == kWithBf16; }
+bool has_avx512_bf16() { return level() == kAvx512Bf16Level; }
 
 }  // namespace cue
 
-extern "C" int cue_force_isa(int wanted) {
-    const int most = cue::best();
-    const int now = wanted < 0 || wanted > most ? most : wanted;
-    cue::chosen().store(now, std::memory_order_relaxed);
-    return now;
+extern "C" int cue_force_isa(int level_wanted) {
+    const int level_max = cue::best_level();
+    const int level = level_wanted < 0 || level_wanted > level_max ? level_max : level_wanted;
+    cue::chosen_level().store(level, std::memory_order_relaxed);
+    return level;
 }

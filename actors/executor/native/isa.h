@@ -1,4 +1,4 @@
-// Which instruction set the kernels use. Each kernel has a form for every one of them; the choice is made at run time.
+// The instruction set of the kernels. Each kernel is compiled for all of them; `isa()` selects the variant at run time.
 #pragma once
 
 #if defined(__x86_64__)
@@ -8,7 +8,8 @@
 #define CUE_X86 0
 #endif
 
-// Code between CUE_TARGET_… and CUE_TARGET_END may use those instructions; `isa()` says whether it may be called.
+// Functions between CUE_TARGET_… and CUE_TARGET_END are compiled for that instruction set. Call them only if `isa()`
+// says so.
 #define CUE_STRING(text) #text
 #define CUE_PRAGMA(text) _Pragma(CUE_STRING(text))
 #if defined(__clang__)
@@ -21,30 +22,30 @@
 #define CUE_TARGET_AVX2 CUE_TARGET("avx2,fma,f16c")
 #define CUE_TARGET_AVX512 CUE_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
 #define CUE_TARGET_BF16 CUE_TARGET("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
-// Older compilers do not know the instructions of AVX512-BF16.
+// Older compilers do not know AVX512-BF16.
 #if CUE_X86 && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 10)
 #define CUE_X86_BF16 1
 #else
 #define CUE_X86_BF16 0
 #endif
 
-// A function compiled by itself, where inlining it everywhere would cost seconds of compile time and gain nothing.
-#define CUE_APART __attribute__((noinline))
+// For large functions with many callers: inlining costs seconds of compile time and gains no speed.
+#define CUE_NOINLINE __attribute__((noinline))
 
 namespace cue {
 
-enum Isa { kPlain = 0, kAvx2 = 1, kAvx512 = 2 };
+enum Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 constexpr int kIsaCount = 3;
 
-// The form to use now. kAvx512 means F, BW, DQ, VL and VNNI together.
+// The variant in use. kAvx512 requires F, BW, DQ, VL and VNNI.
 Isa isa();
-// Whether AVX512-BF16 may be used beside kAvx512: one more step of the ladder, for what multiplies bfloat16.
-bool has_bf16();
+// Whether AVX512-BF16 may be used in addition to kAvx512.
+bool has_avx512_bf16();
 
 }  // namespace cue
 
 extern "C" {
-// Use this form from now on, or the best one this machine has if it lacks it; any negative number: the best. One above
-// the last form is that one with AVX512-BF16. Returns the form in use.
+// Select a variant, or the best that the machine has if that is lower; a negative number selects the best. The number
+// above kAvx512 selects kAvx512 with AVX512-BF16. Returns the number in use.
 int cue_force_isa(int isa);
 }

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import mmap
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,8 +14,6 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-from cuelight.actors.executor.native.build import load_native
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Weights: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
@@ -29,7 +26,7 @@ CHUNK_BYTES = 32 << 20
 """Memory is asked of the system in such pieces; untouched pages of the last one cost nothing."""
 
 
-class Kind(IntEnum):
+class WeightFormat(IntEnum):
     """How weights are kept. INT8 has a scale per output, INT4 a scale and a middle per output and 32 inputs (5 bits a
     weight in all); both multiply rows that are quantized to int8 in the call, with a scale per 64 inputs. BF16
     multiplies rows that are rounded to bfloat16 where the machine has instructions for that, else rows of float32."""
@@ -40,7 +37,7 @@ class Kind(IntEnum):
     INT4 = 3
 
 
-class Source(IntEnum):
+class SourceType(IntEnum):
     """The type of weights in memory that are to be packed."""
 
     FLOAT32 = 0
@@ -48,11 +45,11 @@ class Source(IntEnum):
     FLOAT16 = 2
 
 
-_SOURCES = {"float32": Source.FLOAT32, "uint16": Source.BFLOAT16, "float16": Source.FLOAT16}
+_SOURCES = {"float32": SourceType.FLOAT32, "uint16": SourceType.BFLOAT16, "float16": SourceType.FLOAT16}
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
+class QuantizedRows:
     """Rows as int8 in the kernels' order, to be used for several products of the same number of inputs."""
 
     buffer: Bytes
@@ -61,12 +58,12 @@ class Quantized:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedMatrix:
     """Weights [outputs, inputs] as the kernels want them. `gated`: gate and up one after the other, whose product is
     silu(gate) * up, half as many outputs."""
 
     buffer: Bytes
-    kind: Kind
+    kind: WeightFormat
     outputs: int
     inputs: int
     gated: bool
@@ -97,14 +94,16 @@ class LinearKernels:
         self._gated_quantized = native.cue_gated_quantized
         self._gated_quantized.argtypes = (p, p, i64, p)
 
-    def packed_bytes(self, kind: Kind, outputs: int, inputs: int, gated: bool = False) -> int:
+    def packed_bytes(self, kind: WeightFormat, outputs: int, inputs: int, gated: bool = False) -> int:
         """What weights [outputs, inputs] need when packed."""
         count: int = self._packed_bytes(kind, outputs, inputs, gated)
         if count < 0:
             raise ValueError(f"cannot pack [{outputs}, {inputs}] weights as {kind.name}{', gated' if gated else ''}")
         return count
 
-    def pack(self, weights: Weights, kind: Kind, gated: bool = False, into: Bytes | None = None) -> Packed:
+    def pack(
+        self, weights: Weights, kind: WeightFormat, gated: bool = False, into: Bytes | None = None
+    ) -> PackedMatrix:
         """Weights [outputs, inputs] of float32, float16, or bfloat16 as their 16 bits.
 
         `gated`: the rows of gate, then as many of up. `into`: memory to use, which begins on a cache line.
@@ -121,13 +120,13 @@ class LinearKernels:
     def pack_from(
         self,
         address: int,
-        source: Source,
+        source: SourceType,
         stride: int,
         shape: tuple[int, int],
-        kind: Kind,
+        kind: WeightFormat,
         gated: bool = False,
         into: Bytes | None = None,
-    ) -> Packed:
+    ) -> PackedMatrix:
         """As `pack`, from memory that is not numpy's; rows begin `stride` weights apart."""
         outputs, inputs = shape
         needed = self.packed_bytes(kind, outputs, inputs, gated)
@@ -135,10 +134,10 @@ class LinearKernels:
         if buffer.nbytes < needed or buffer.ctypes.data % ALIGNMENT or not buffer.flags.c_contiguous:
             raise ValueError(f"packing needs {needed} bytes that begin on a cache line")
         self._pack(kind, address, source, stride, outputs, inputs, gated, buffer.ctypes.data)
-        return Packed(buffer, kind, outputs, inputs, gated)
+        return PackedMatrix(buffer, kind, outputs, inputs, gated)
 
     def linear(
-        self, packed: Packed, x: Floats, bias: Floats | None = None, out: Floats | None = None, add: bool = False
+        self, packed: PackedMatrix, x: Floats, bias: Floats | None = None, out: Floats | None = None, add: bool = False
     ) -> Floats:
         """x @ W^T + bias, or that `add`ed to what `out` holds; silu(gate) * up for gated weights."""
         address, stride = _rows(x, packed.inputs)
@@ -148,19 +147,24 @@ class LinearKernels:
         self._linear(weights, address, stride, len(x), _address(bias), add, target, target_stride)
         return out
 
-    def quantize(self, x: Floats) -> Quantized:
+    def quantize(self, x: Floats) -> QuantizedRows:
         """Rows to int8: of each 64 inputs the largest magnitude becomes 127.
 
         Of a row that is not finite all products are NaN.
         """
         rows, inputs = x.shape
         address, stride = _rows(x, inputs)
-        quantized = Quantized(aligned(self._quantized_bytes(rows, inputs)), rows, inputs)
+        quantized = QuantizedRows(aligned(self._quantized_bytes(rows, inputs)), rows, inputs)
         self._quantize(address, stride, rows, inputs, quantized.buffer.ctypes.data)
         return quantized
 
     def linear_quantized(
-        self, packed: Packed, x: Quantized, bias: Floats | None = None, out: Floats | None = None, add: bool = False
+        self,
+        packed: PackedMatrix,
+        x: QuantizedRows,
+        bias: Floats | None = None,
+        out: Floats | None = None,
+        add: bool = False,
     ) -> Floats:
         """As `linear`, for INT8 and INT4 weights."""
         _check_quantized(packed, x)
@@ -170,12 +174,12 @@ class LinearKernels:
         self._linear_quantized(weights, x.buffer.ctypes.data, x.rows, _address(bias), add, target, stride)
         return out
 
-    def gated_quantized(self, packed: Packed, x: Quantized) -> Quantized:
+    def gated_quantized(self, packed: PackedMatrix, x: QuantizedRows) -> QuantizedRows:
         """silu(gate) * up of gated INT8 or INT4 weights, quantized for the next product."""
         _check_quantized(packed, x)
         if not packed.gated:
             raise ValueError("the weights are not gated")
-        next_rows = Quantized(aligned(self._quantized_bytes(x.rows, packed.width)), x.rows, packed.width)
+        next_rows = QuantizedRows(aligned(self._quantized_bytes(x.rows, packed.width)), x.rows, packed.width)
         self._gated_quantized(packed.buffer.ctypes.data, x.buffer.ctypes.data, x.rows, next_rows.buffer.ctypes.data)
         return next_rows
 
@@ -208,22 +212,6 @@ def _huge_pages(count: int) -> Bytes:
     return np.frombuffer(memory, np.uint8)
 
 
-@functools.cache
-def kernels() -> LinearKernels:
-    """Of the library that this process uses. Raises `NoNativeCode`."""
-    return LinearKernels(load_native())
-
-
-def packed_bytes(kind: Kind, outputs: int, inputs: int, gated: bool = False) -> int:
-    """As the method of `kernels()`."""
-    return kernels().packed_bytes(kind, outputs, inputs, gated)
-
-
-def pack(weights: Weights, kind: Kind, gated: bool = False, into: Bytes | None = None) -> Packed:
-    """As the method of `kernels()`."""
-    return kernels().pack(weights, kind, gated, into)
-
-
 def aligned(count: int) -> Bytes:
     """Bytes that begin on a cache line, not yet written."""
     memory = np.empty(count + ALIGNMENT, np.uint8)
@@ -243,14 +231,14 @@ def _rows(rows: Floats, width: int) -> tuple[int, int]:
     return rows.ctypes.data, apart // 4
 
 
-def _check_quantized(packed: Packed, x: Quantized) -> None:
-    if packed.kind not in {Kind.INT8, Kind.INT4}:
+def _check_quantized(packed: PackedMatrix, x: QuantizedRows) -> None:
+    if packed.kind not in {WeightFormat.INT8, WeightFormat.INT4}:
         raise ValueError(f"{packed.kind.name} weights take rows of float32")
     if x.inputs != packed.inputs:
         raise ValueError(f"the weights take {packed.inputs} inputs, the rows have {x.inputs}")
 
 
-def _result(packed: Packed, rows: int, bias: Floats | None, out: Floats | None, add: bool) -> Floats:
+def _result(packed: PackedMatrix, rows: int, bias: Floats | None, out: Floats | None, add: bool) -> Floats:
     if packed.gated and (bias is not None or add):
         raise ValueError("gated products have no bias and are not added")
     if bias is not None and (

@@ -1,66 +1,63 @@
 // float32 and bfloat16 weights times float32 rows, summed in float32.
-#include "panels.h"
+#include "linear_kernels.h"
 
 #include <cstring>
 
 namespace cue {
 namespace {
 
-// bfloat16 is the upper half of a float32. A pair holds the weights of two inputs, the first one in the low half.
-inline float from_bits(uint32_t bits) {
+// bfloat16 is the upper half of a float32. A pair holds the weights of two inputs, the first in the low half.
+inline float float_from_bits(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-constexpr int kUnitBytes = kPanel * 4;
-static_assert(kUnitBytes == kPairsBytes, "a unit has a word for each output");
-
 // Inputs in a unit.
-template <Kind kKind>
-constexpr int kInputs = kKind == kF32 ? 1 : 2;
+template <WeightKind kKind>
+constexpr int kUnitInputs = kKind == kF32 ? 1 : 2;
 
 template <int R>
-void plain_f32(const Tile& tile, const uint8_t* weights) {
-    float sums[R][kPanel] = {};
+void portable_f32(const TileArgs& tile, const uint8_t* weights) {
+    float sums[R][kPanelOutputs] = {};
     const uint8_t* x = tile.x;
-    for (int64_t unit = 0; unit < tile.units; ++unit, x += tile.step, weights += kUnitBytes) {
-        float wide[kPanel], values[R];
-        std::memcpy(wide, weights, sizeof wide);
+    for (int64_t unit = 0; unit < tile.units; ++unit, x += tile.unit_stride, weights += kUnitBytes) {
+        float unit_weights[kPanelOutputs], values[R];
+        std::memcpy(unit_weights, weights, sizeof unit_weights);
         std::memcpy(values, x, sizeof values);
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < kPanel; ++c) sums[r][c] += wide[c] * values[r];
+            for (int c = 0; c < kPanelOutputs; ++c) sums[r][c] += unit_weights[c] * values[r];
     }
     for (int r = 0; r < R; ++r) std::memcpy(tile.y + r * tile.y_stride, sums[r], sizeof sums[r]);
 }
 
 template <int R>
-void plain_bf16(const Tile& tile, const uint8_t* weights) {
-    float sums[R][kPanel] = {};
+void portable_bf16(const TileArgs& tile, const uint8_t* weights) {
+    float sums[R][kPanelOutputs] = {};
     const uint8_t* x = tile.x;
-    for (int64_t unit = 0; unit < tile.units; ++unit, x += tile.step, weights += kUnitBytes) {
-        uint32_t pairs[kPanel];
-        float first[kPanel], second[kPanel], values[R][2];
+    for (int64_t unit = 0; unit < tile.units; ++unit, x += tile.unit_stride, weights += kUnitBytes) {
+        uint32_t pairs[kPanelOutputs];
+        float first[kPanelOutputs], second[kPanelOutputs], values[R][2];
         std::memcpy(pairs, weights, sizeof pairs);
         std::memcpy(values, x, sizeof values);
-        for (int c = 0; c < kPanel; ++c) first[c] = from_bits(pairs[c] << 16);
-        for (int c = 0; c < kPanel; ++c) second[c] = from_bits(pairs[c] & 0xffff0000u);
+        for (int c = 0; c < kPanelOutputs; ++c) first[c] = float_from_bits(pairs[c] << 16);
+        for (int c = 0; c < kPanelOutputs; ++c) second[c] = float_from_bits(pairs[c] & 0xffff0000u);
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < kPanel; ++c) sums[r][c] += first[c] * values[r][0] + second[c] * values[r][1];
+            for (int c = 0; c < kPanelOutputs; ++c) sums[r][c] += first[c] * values[r][0] + second[c] * values[r][1];
     }
     for (int r = 0; r < R; ++r) std::memcpy(tile.y + r * tile.y_stride, sums[r], sizeof sums[r]);
 }
 
-template <Kind kKind>
-constexpr Kernel kPlainKernels[] = {nullptr, kKind == kF32 ? plain_f32<1> : plain_bf16<1>,
-                                    kKind == kF32 ? plain_f32<2> : plain_bf16<2>};
+template <WeightKind kKind>
+constexpr TileKernel kPortableKernels[] = {nullptr, kKind == kF32 ? portable_f32<1> : portable_bf16<1>,
+                                           kKind == kF32 ? portable_f32<2> : portable_bf16<2>};
 
 #if CUE_X86
 
 CUE_TARGET_AVX2
 
-// Weights of one of a unit's inputs.
-template <Kind kKind, int kInput>
+// The weights of input kInput of a unit, for outputs 8 * part to 8 * part + 7.
+template <WeightKind kKind, int kInput>
 inline __m256 load8(const uint8_t* weights, int part) {
     if (kKind == kF32) return _mm256_loadu_ps(reinterpret_cast<const float*>(weights) + 8 * part);
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights) + part);
@@ -68,12 +65,12 @@ inline __m256 load8(const uint8_t* weights, int part) {
     return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-template <int R, Kind kKind, int kInput>
-inline void add_input_avx2(const uint8_t* x, const uint8_t* weights, __m256 (&sums)[R][4]) {
+template <int R, WeightKind kKind, int kInput>
+inline void accumulate_input_avx2(const uint8_t* x, const uint8_t* weights, __m256 (&sums)[R][4]) {
     __m256 values[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
-        values[r] = _mm256_broadcast_ss(reinterpret_cast<const float*>(x) + r * kInputs<kKind> + kInput);
+        values[r] = _mm256_broadcast_ss(reinterpret_cast<const float*>(x) + r * kUnitInputs<kKind> + kInput);
 #pragma GCC unroll 4
     for (int p = 0; p < 4; ++p) {
         const __m256 w = load8<kKind, kInput>(weights, p);
@@ -82,42 +79,40 @@ inline void add_input_avx2(const uint8_t* x, const uint8_t* weights, __m256 (&su
     }
 }
 
-// float32: 3 rows x 4 registers of sums, one of weights, one of x, 14 of 16. bfloat16 has room for 2 rows, since
-// compilers fetch both inputs of a pair at once. One row waits for memory, and so needs no sums apart.
-template <int R, Kind kKind>
-void avx2(const Tile& tile, const uint8_t* weights) {
-    constexpr int kParts = 4;
-    __m256 sums[R][kParts];
+// float32: 3 rows * 4 registers of sums, one of weights and one of x are 14 of 16 registers. bfloat16 has room for 2
+// rows, since compilers load both inputs of a pair at once. A single row is bound by memory and needs only one chain of
+// sums.
+template <int R, WeightKind kKind>
+void avx2(const TileArgs& tile, const uint8_t* weights) {
+    constexpr int kPanelRegisters = 4;
+    __m256 sums[R][kPanelRegisters];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int p = 0; p < kParts; ++p) sums[r][p] = _mm256_setzero_ps();
+        for (int p = 0; p < kPanelRegisters; ++p) sums[r][p] = _mm256_setzero_ps();
     const uint8_t* x = tile.x;
-    const int64_t step = tile.step;
-    for (int64_t unit = 0; unit < tile.units; ++unit, x += step, weights += kUnitBytes) {
-        add_input_avx2<R, kKind, 0>(x, weights, sums);
-        if (kInputs<kKind> == 2) add_input_avx2<R, kKind, 1>(x, weights, sums);
+    const int64_t unit_stride = tile.unit_stride;
+    for (int64_t unit = 0; unit < tile.units; ++unit, x += unit_stride, weights += kUnitBytes) {
+        accumulate_input_avx2<R, kKind, 0>(x, weights, sums);
+        if (kUnitInputs<kKind> == 2) accumulate_input_avx2<R, kKind, 1>(x, weights, sums);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int p = 0; p < kParts; ++p) _mm256_storeu_ps(tile.y + r * tile.y_stride + 8 * p, sums[r][p]);
+        for (int p = 0; p < kPanelRegisters; ++p) _mm256_storeu_ps(tile.y + r * tile.y_stride + 8 * p, sums[r][p]);
 }
 
-template <Kind kKind>
-constexpr Kernel kAvx2Kernels[] = {nullptr, avx2<1, kKind>, avx2<2, kKind>, kKind == kF32 ? avx2<3, kF32> : nullptr};
+template <WeightKind kKind>
+constexpr TileKernel kAvx2Kernels[] = {nullptr, avx2<1, kKind>, avx2<2, kKind>,
+                                       kKind == kF32 ? avx2<3, kF32> : nullptr};
 
 CUE_TARGET_END
 
 CUE_TARGET_AVX512
 
-// Into the second-level cache: the first has no room for it.
-inline void prefetch(const uint8_t* at) {
-    _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(at) + 64, _MM_HINT_T1);
-}
+#include "linear_chains.h"
 
-template <Kind kKind>
+template <WeightKind kKind>
 inline __m512 load16(const uint8_t* weights, int input) {
     if (kKind == kF32) return _mm512_loadu_ps(weights);
     const __m512i pairs = _mm512_loadu_si512(weights);
@@ -125,79 +120,60 @@ inline __m512 load16(const uint8_t* weights, int input) {
     return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// One unit of x: R values or pairs, each times 32 weights or pairs.
-template <int R, Kind kKind>
-inline void add_unit_avx512(const uint8_t* x, const uint8_t* weights, __m512 (&sums)[R][2]) {
+// One unit: one input (float32) or a pair of inputs (bfloat16) of R rows times the weights of 32 outputs.
+template <WeightKind kKind>
+struct FloatUnit {
+    template <int R>
+    static void prefetch(const uint8_t* address) {
+        prefetch_two_lines(address);
+    }
+    template <int R>
+    static void accumulate(const uint8_t* x, const uint8_t* weights, __m512 (&sums)[R][2]) {
 #pragma GCC unroll 2
-    for (int i = 0; i < kInputs<kKind>; ++i) {
-        const __m512 w0 = load16<kKind>(weights, i), w1 = load16<kKind>(weights + 64, i);
+        for (int i = 0; i < kUnitInputs<kKind>; ++i) {
+            const __m512 w0 = load16<kKind>(weights, i), w1 = load16<kKind>(weights + 64, i);
 #pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) {
-            const __m512 value = _mm512_set1_ps(reinterpret_cast<const float*>(x)[r * kInputs<kKind> + i]);
-            sums[r][0] = _mm512_fmadd_ps(w0, value, sums[r][0]);
-            sums[r][1] = _mm512_fmadd_ps(w1, value, sums[r][1]);
+            for (int r = 0; r < R; ++r) {
+                const __m512 value = _mm512_set1_ps(reinterpret_cast<const float*>(x)[r * kUnitInputs<kKind> + i]);
+                sums[r][0] = _mm512_fmadd_ps(w0, value, sums[r][0]);
+                sums[r][1] = _mm512_fmadd_ps(w1, value, sums[r][1]);
+            }
         }
     }
-}
+};
 
-// An FMA takes 4 cycles: with few rows several units are summed apart, to have 8 sums under way.
-template <int R, Kind kKind>
-void avx512(const Tile& tile, const uint8_t* weights) {
-    constexpr int kChains = R == 1 ? 4 : R <= 3 ? 2 : 1;
-    __m512 sums[kChains][R][2];
-#pragma GCC unroll 4
-    for (int u = 0; u < kChains; ++u)
-#pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) sums[u][r][0] = sums[u][r][1] = _mm512_setzero_ps();
-    const uint8_t* x = tile.x;
-    const uint8_t* ahead = tile.ahead;
-    const int64_t step = tile.step, ahead_step = tile.ahead_step;
-    const int64_t even = tile.units - tile.units % kChains;
-    for (int64_t unit = 0; unit < even; unit += kChains) {
-#pragma GCC unroll 4
-        for (int u = 0; u < kChains; ++u) {
-            prefetch(ahead);
-            add_unit_avx512<R, kKind>(x, weights, sums[u]);
-            x += step;
-            weights += kUnitBytes;
-            ahead += ahead_step;
-        }
-    }
-    if (kChains > 1)
-        for (int64_t unit = even; unit < tile.units; ++unit, x += step, weights += kUnitBytes)
-            add_unit_avx512<R, kKind>(x, weights, sums[0]);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-        for (int u = 1; u < kChains; ++u)
-            for (int p = 0; p < 2; ++p) sums[0][r][p] = _mm512_add_ps(sums[0][r][p], sums[u][r][p]);
-        _mm512_storeu_ps(tile.y + r * tile.y_stride, sums[0][r][0]);
-        _mm512_storeu_ps(tile.y + r * tile.y_stride + 16, sums[0][r][1]);
-    }
-}
-
-template <Kind k>
-constexpr Kernel kAvx512Kernels[] = {nullptr,      avx512<1, k>, avx512<2, k>,  avx512<3, k>,  avx512<4, k>,
-                                     avx512<5, k>, avx512<6, k>, avx512<7, k>,  avx512<8, k>,  avx512<9, k>,
-                                     avx512<10, k>, avx512<11, k>, avx512<12, k>};
+template <WeightKind k>
+constexpr TileKernel kAvx512Kernels[] = {nullptr,
+                                         sum_units<FloatUnit<k>, 1>,
+                                         sum_units<FloatUnit<k>, 2>,
+                                         sum_units<FloatUnit<k>, 3>,
+                                         sum_units<FloatUnit<k>, 4>,
+                                         sum_units<FloatUnit<k>, 5>,
+                                         sum_units<FloatUnit<k>, 6>,
+                                         sum_units<FloatUnit<k>, 7>,
+                                         sum_units<FloatUnit<k>, 8>,
+                                         sum_units<FloatUnit<k>, 9>,
+                                         sum_units<FloatUnit<k>, 10>,
+                                         sum_units<FloatUnit<k>, 11>,
+                                         sum_units<FloatUnit<k>, 12>};
 
 CUE_TARGET_END
 
 #endif
 
-template <Kind kKind>
-Kernels kernels(Isa isa) {
+template <WeightKind kKind>
+TileKernels kernels(Isa isa) {
 #if CUE_X86
     if (isa == kAvx512) return {kAvx512Kernels<kKind>, kBlockRows};
     if (isa == kAvx2) return {kAvx2Kernels<kKind>, kKind == kF32 ? 3 : 2};
 #endif
     (void)isa;
-    return {kPlainKernels<kKind>, 2};
+    return {kPortableKernels<kKind>, 2};
 }
 
 }  // namespace
 
-Kernels f32_kernels(Isa isa) { return kernels<kF32>(isa); }
-Kernels bf16_kernels(Isa isa) { return kernels<kBf16>(isa); }
+TileKernels f32_kernels(Isa isa) { return kernels<kF32>(isa); }
+TileKernels bf16_kernels(Isa isa) { return kernels<kBf16>(isa); }
 
 }  // namespace cue

@@ -1,3 +1,5 @@
+// Sampling of one token per row: top-k, top-p, then the Gumbel-max trick over the kept tokens. Rows are spread over the
+// threads.
 #include "sample.h"
 
 #include <algorithm>
@@ -5,353 +7,179 @@
 #include <limits>
 #include <vector>
 
-namespace cue {
-namespace {
-
-// What turns logits of one row into weights.
-struct Heat {
-    float most;                 // the largest logit
-    float least;                // differences to it below this have no weight
-    float factor;               // log2(e) / temperature
-    float octave, octave_rest;  // together the difference that halves a weight; the first has few bits
-};
-
-// What makes the noise of one row its own.
-struct Key {
-    uint32_t low, high;
-};
-
-inline uint32_t mixed(uint32_t x) {
-    x = (x ^ (x >> 16)) * 0x7feb352du;
-    x = (x ^ (x >> 15)) * 0x846ca68bu;
-    return x ^ (x >> 16);
-}
-
-// As in chance.py.
-inline uint32_t bits_of(Key key, uint32_t id) { return mixed(mixed(id + key.low) ^ key.high); }
-
-constexpr int kGroup = 16;  // numbers of which the largest is kept, to find the k-th largest of all
-constexpr int kRun = 256;   // tokens that are weighed or bounded in one go: they stay in the first cache
-constexpr int kLanes = 16;  // sums side by side, the same in every form
-constexpr int kLook = 64;   // numbers that are passed over together
-
-}  // namespace
-}  // namespace cue
+#include "gumbel_max.h"
+#include "sample_types.h"
+#include "threads.h"
+#include "token_ranking.h"
 
 #define CUE_KERNEL "sample_kernel.h"
-#include "each_isa.h"
-#include "sample_race.h"
-#include "threads.h"
+#include "foreach_isa.h"
 
 namespace cue {
 namespace {
 
-decltype(&plain::peaks_row) const peaks_forms[] = CUE_FORMS(peaks_row);
-decltype(&plain::weigh) const weigh_forms[] = CUE_FORMS(weigh);
-decltype(&plain::sums_row) const sums_forms[] = CUE_FORMS(sums_row);
-decltype(&plain::gather_row) const gather_forms[] = CUE_FORMS(gather_row);
-decltype(&plain::ends_row) const ends_forms[] = CUE_FORMS(ends_row);
-decltype(&plain::members_row) const members_forms[] = CUE_FORMS(members_row);
-decltype(&plain::before_row) const before_forms[] = CUE_FORMS(before_row);
-decltype(&plain::bins_row) const bins_forms[] = CUE_FORMS(bins_row);
+decltype(&portable::group_max_row) const group_max_variants[] = CUE_ISA_VARIANTS(group_max_row);
+decltype(&portable::softmax_weights) const softmax_weights_variants[] = CUE_ISA_VARIANTS(softmax_weights);
+decltype(&portable::run_weights_row) const run_weights_variants[] = CUE_ISA_VARIANTS(run_weights_row);
+decltype(&portable::gather_row) const gather_variants[] = CUE_ISA_VARIANTS(gather_row);
+decltype(&portable::weight_before_row) const weight_before_variants[] = CUE_ISA_VARIANTS(weight_before_row);
 
-constexpr int kWidest = 16;  // floats that a form may store at once
-constexpr double kTemperatureLeast = 1e-36, kTemperatureMost = 1e36;  // all of Heat are ordinary floats between them
-constexpr double kOctavesLeast = 200.0;  // below 2^-126 there is no weight: this is far below, and still exact
+constexpr int kLanesMax = 16;                                      // floats in the widest register of all variants
+constexpr double kTemperatureMin = 1e-36, kTemperatureMax = 1e36;  // SoftmaxScale has normal floats only
+constexpr double kClampOctaves = 200.0;  // differences are clamped here: far below the weight 2^-126, and still exact
 
-Heat heat_of(float most, double temperature) {
-    const double octave = temperature * std::log(2.0);
-    // 15 bits, so that its product with a number of octaves is exact.
-    float high = static_cast<float>(octave);
+SoftmaxScale softmax_scale(float max_logit, double temperature) {
+    const double octave_high = temperature * std::log(2.0);
+    // 15 significant bits: the product with a number of octaves is exact.
+    float high = static_cast<float>(octave_high);
     uint32_t bits;
     std::memcpy(&bits, &high, sizeof bits);
     bits &= ~uint32_t{0x1ff};
     std::memcpy(&high, &bits, sizeof bits);
-    return {most, static_cast<float>(-kOctavesLeast * octave), static_cast<float>(1.0 / octave), high,
-            static_cast<float>(octave - static_cast<double>(high))};
+    return {max_logit, static_cast<float>(-kClampOctaves * octave_high), static_cast<float>(1.0 / octave_high), high,
+            static_cast<float>(octave_high - static_cast<double>(high))};
 }
 
-constexpr double kTiny = std::numeric_limits<double>::min();  // a target above 0, that the first token reaches
-constexpr double kOctavesKept = 128.0;  // a little more than a weight may have
-constexpr double kSafety = 0.99;        // far more than weights and sums are rounded by
-constexpr double kTopPMost = 0.75;      // from here on it pays to suppose that the winner of all tokens is kept
+constexpr double kTargetWeightMin = std::numeric_limits<double>::min();  // positive, so that the first token reaches it
+constexpr double kWeightOctaves = 128.0;  // slightly more octaves than any weight above 0 spans
+constexpr double kRoundingMargin = 0.99;  // covers the rounding of weights and sums
+constexpr double kOptimisticTopP = 0.75;  // from here on the winner among all tokens is most likely a kept one
 
-// Tokens in the order of their ids.
-struct Tokens {
-    std::vector<float> logits, weights;
-    std::vector<int32_t> ids, bins;
-    int64_t count = 0;
-
-    void make_room(size_t n) {
-        if (n <= ids.size()) return;
-        for (auto* floats : {&logits, &weights}) floats->resize(n);
-        for (auto* numbers : {&ids, &bins}) numbers->resize(n);
-    }
-};
-
-enum Measure { kWeight, kCount };
-
-struct Sums {
-    double weight, count;
-
-    double in(Measure measure) const { return measure == kWeight ? weight : count; }
-    void add(const Sums& more) { weight += more.weight, count += more.count; }
-};
-
-// A place in the descending order of tokens: the sums of all up to `id`, that one included.
-struct Place {
-    Sums sums;
-    int64_t id;
-};
-
-// The one that comes first; `b` if they are the same.
-Place first(const Place& a, const Place& b) { return b.sums.count <= a.sums.count ? b : a; }
-
-// Weight and number of tokens by bins of their logits, the largest first; gives each token its bin.
-class Bins {
-public:
-    Bins(Tokens& tokens, Isa isa) {
-        float low, high;
-        ends_forms[isa](tokens.logits.data(), tokens.count, &low, &high);
-        is_flat_ = low == high;
-        if (is_flat_) {
-            const double count = static_cast<double>(tokens.count);
-            sums_[0] = {count * static_cast<double>(tokens.weights[0]), count};
-            return;
-        }
-        const double scale = (kBins - 1) / (static_cast<double>(high) - static_cast<double>(low));
-        bins_forms[isa](tokens.logits.data(), tokens.count, static_cast<double>(high), scale, tokens.bins.data());
-        Sums turns[kTurns][kBins] = {};
-        for (int64_t i = 0; i < tokens.count; ++i)
-            turns[i % kTurns][tokens.bins[i]].add({static_cast<double>(tokens.weights[i]), 1.0});
-        for (const auto& turn : turns)
-            for (int bin = 0; bin < kBins; ++bin) sums_[bin].add(turn[bin]);
-    }
-
-    Sums all() const {
-        Sums sums{};
-        for (const Sums& bin : sums_) sums.add(bin);
-        return sums;
-    }
-
-    // Whether all tokens have the same logit.
-    bool is_flat() const { return is_flat_; }
-
-    // The bin in which the target is reached, or the last that measures anything; `before` grows by the bins before it.
-    int reach(Measure measure, double target, Sums& before) const {
-        int last = 0;
-        Sums here = before;
-        for (int bin = 0; bin < kBins && here.in(measure) < target; ++bin) {
-            if (sums_[bin].in(measure) == 0.0) continue;
-            last = bin, before = here;
-            here.add(sums_[bin]);
-        }
-        return last;
-    }
-
-private:
-    static constexpr int kBins = 256;
-    static constexpr int kTurns = 4;  // sums of a bin side by side, since neighbours are often in one bin
-    Sums sums_[kBins] = {};
-    bool is_flat_;
-};
-
-// Few tokens: in descending order of logits, equals as they were.
-void sort(Tokens& tokens) {
-    for (int64_t i = 1; i < tokens.count; ++i) {
-        const float logit = tokens.logits[i], weight = tokens.weights[i];
-        const int32_t id = tokens.ids[i];
-        int64_t to = i;
-        for (; to > 0 && tokens.logits[to - 1] < logit; --to) {
-            tokens.logits[to] = tokens.logits[to - 1], tokens.weights[to] = tokens.weights[to - 1];
-            tokens.ids[to] = tokens.ids[to - 1];
-        }
-        tokens.logits[to] = logit, tokens.weights[to] = weight, tokens.ids[to] = id;
-    }
-}
-
-// Finds places in the descending order of many tokens without sorting them: only the bin where a place must lie is
-// looked at again, in finer bins, until it has few tokens or equal ones.
-class Ranking {
-public:
-    Ranking(Tokens& all, Tokens& some, std::vector<int32_t>& places, Isa isa)
-        : all_(all), some_(some), places_(places), isa_(isa), bins_(all, isa) {}
-
-    // After all tokens.
-    Place end() const { return {bins_.all(), -1}; }
-
-    // The first place that reaches the target, which is above 0; or the last that adds to the measure.
-    Place reach(Measure measure, double target) {
-        Sums before{};
-        if (bins_.is_flat()) return walk(all_, measure, target, before);
-        take(all_, bins_.reach(measure, target, before));
-        while (some_.count > kFew) {
-            const Bins finer(some_, isa_);
-            if (finer.is_flat()) break;
-            take(some_, finer.reach(measure, target, before));
-        }
-        if (some_.count <= kFew) sort(some_);
-        return walk(some_, measure, target, before);
-    }
-
-private:
-    static constexpr int64_t kFew = 32;  // sorted by insertion
-
-    void take(const Tokens& from, int bin) {
-        some_.count = members_forms[isa_](from.bins.data(), from.count, bin, places_.data());
-        for (int64_t to = 0; to < some_.count; ++to) {
-            const int32_t i = places_[to];
-            some_.logits[to] = from.logits[i], some_.weights[to] = from.weights[i], some_.ids[to] = from.ids[i];
-        }
-    }
-
-    static Place walk(const Tokens& tokens, Measure measure, double target, const Sums& before) {
-        Place place{before, -1};
-        for (int64_t i = 0; i < tokens.count && place.sums.in(measure) < target; ++i) {
-            const Sums one{static_cast<double>(tokens.weights[i]), 1.0};
-            if (one.in(measure) == 0.0) continue;
-            place.sums.add(one);
-            place.id = tokens.ids[i];
-        }
-        return place;
-    }
-
-    Tokens& all_;
-    Tokens& some_;
-    std::vector<int32_t>& places_;
-    const Isa isa_;
-    const Bins bins_;
-};
-
-// Kept, so that its vectors need not grow again.
-struct Room {
+// Buffers that a thread keeps between calls.
+struct Scratch {
     std::vector<float> peaks;
     std::vector<double> sums;
-    Tokens all, some;
-    std::vector<int32_t> places;
+    TokenArrays tokens, subset;
+    std::vector<int32_t> positions;
 };
 
-thread_local Room kept_room;
+thread_local Scratch thread_scratch;
 
-struct Options {
+struct RowOptions {
     double temperature;
     int64_t top_k;  // 0: all
     double top_p;
-    Key key;
+    NoiseKey key;
 };
 
-// The choice in one row.
-class Row {
+// Sampling of one row.
+class RowSampler {
 public:
-    Row(const float* logits, int64_t n, const Options& options, Isa isa, Room& room)
-        : logits_(logits), n_(n), options_(options), isa_(isa), room_(room) {}
+    RowSampler(const float* logits, int64_t n, const RowOptions& options, Isa isa, Scratch& scratch)
+        : logits_(logits), n_(n), options_(options), isa_(isa), scratch_(scratch) {}
 
     int64_t choose() {
-        room_.peaks.resize(static_cast<size_t>(n_ / kGroup + 2 * kWidest));
-        float most;
-        peaks_ = peaks_forms[isa_](logits_, n_, room_.peaks.data(), &most);
-        if (!std::isfinite(most)) return -1;
-        heat_ = heat_of(most, options_.temperature);
-        return options_.top_k == 0 && options_.top_p >= 1.0 ? plain_choice() : ranked_choice();
+        scratch_.peaks.resize(static_cast<size_t>(n_ / kPeakGroup + 2 * kLanesMax));
+        float max_logit;
+        peak_count_ = group_max_variants[isa_](logits_, n_, scratch_.peaks.data(), &max_logit);
+        if (!std::isfinite(max_logit)) return -1;
+        scale_ = softmax_scale(max_logit, options_.temperature);
+        return options_.top_k == 0 && options_.top_p >= 1.0 ? choose_from_all() : choose_from_kept();
     }
 
 private:
-    double total() {
-        room_.sums.resize(static_cast<size_t>((n_ + kRun - 1) / kRun));
-        sums_forms[isa_](logits_, n_, heat_, room_.sums.data());
+    double total_weight() {
+        scratch_.sums.resize(static_cast<size_t>((n_ + kTokenRun - 1) / kTokenRun));
+        run_weights_variants[isa_](logits_, n_, scale_, scratch_.sums.data());
         double sum = 0.0;
-        for (const double one : room_.sums) sum += one;
+        for (const double one : scratch_.sums) sum += one;
         return sum;
     }
 
-    int64_t plain_choice() {
-        Race race(logits_, nullptr, n_, options_.temperature, heat_, options_.key, isa_);
-        return race.winner(kNowhere, room_.peaks);
+    int64_t choose_from_all() {
+        GumbelMax search(logits_, nullptr, n_, options_.temperature, scale_, options_.key, isa_);
+        return search.argmax(kNoCutoff, scratch_.peaks);
     }
 
-    int64_t ranked_choice() {
-        // What is lower has no weight: nothing changes if it is left out.
-        float least = lowered(kOctavesKept);
-        double all = 0.0;
+    int64_t choose_from_kept() {
+        // Tokens with lower logits have weight 0: leaving them out changes nothing.
+        float min_logit = logit_below(kWeightOctaves);
+        double weight = 0.0;
         if (options_.top_k > 0) {
-            least = std::max(least, bound_of_largest(least));
+            min_logit = std::max(min_logit, top_k_lower_bound(min_logit));
         } else {
-            all = total();
-            least = std::max(least, lowered(octaves_of_nucleus(all)));
+            weight = total_weight();
+            min_logit = std::max(min_logit, logit_below(top_p_octaves(weight)));
         }
-        gather(logits_, n_, least);
-        weigh_forms[isa_](room_.all.logits.data(), room_.all.count, heat_, room_.all.weights.data());
-        if (options_.top_k == 0 && options_.top_p >= kTopPMost) {
-            // Mostly the winner of all is one of those that are kept, which is sooner found out than where they end.
-            const int64_t winner = race(kNowhere);
-            if (weight_before(winner) < wanted(all)) return winner;
+        gather(logits_, n_, min_logit);
+        softmax_weights_variants[isa_](scratch_.tokens.logits.data(), scratch_.tokens.count, scale_,
+                                       scratch_.tokens.weights.data());
+        if (options_.top_k == 0 && options_.top_p >= kOptimisticTopP) {
+            // The winner among all tokens is mostly a kept one, and checking that is cheaper than finding the cutoff.
+            const int64_t argmax = gumbel_max(kNoCutoff);
+            if (weight_before(argmax) < target_weight(weight)) return argmax;
         }
-        return race(end_of_kept(all));
+        return gumbel_max(cutoff_of_kept(weight));
     }
 
-    // The sum that the kept tokens must reach.
-    double wanted(double all) const { return std::max(options_.top_p * all, kTiny); }
+    // The sum of weights that the kept tokens must reach.
+    double target_weight(double weight) const { return std::max(options_.top_p * weight, kTargetWeightMin); }
 
-    End end_of_kept(double all) {
-        Ranking ranking(room_.all, room_.some, room_.places, isa_);
-        Place end = ranking.end();
+    Cutoff cutoff_of_kept(double weight) {
+        TokenRanking ranking(scratch_.tokens, scratch_.subset, scratch_.positions, isa_);
+        RankedPrefix prefix = ranking.whole();
         if (options_.top_k > 0) {
-            if (options_.top_k < room_.all.count) end = ranking.reach(kCount, static_cast<double>(options_.top_k));
-            all = end.sums.weight;
+            if (options_.top_k < scratch_.tokens.count)
+                prefix = ranking.reach(kCount, static_cast<double>(options_.top_k));
+            weight = prefix.sums.weight;
         }
-        if (options_.top_p < 1.0) end = first(end, ranking.reach(kWeight, wanted(all)));
-        return end.id < 0 ? kNowhere : End{logits_[end.id], end.id};
+        if (options_.top_p < 1.0) prefix = shorter(prefix, ranking.reach(kWeight, target_weight(weight)));
+        return prefix.id < 0 ? kNoCutoff : Cutoff{logits_[prefix.id], prefix.id};
     }
 
-    int64_t race(const End& end) {
-        const Tokens& tokens = room_.all;
-        Race race(tokens.logits.data(), tokens.ids.data(), tokens.count, options_.temperature, heat_, options_.key,
-                  isa_);
-        return race.winner(end, room_.peaks);
+    int64_t gumbel_max(const Cutoff& cutoff) {
+        const TokenArrays& tokens = scratch_.tokens;
+        GumbelMax search(tokens.logits.data(), tokens.ids.data(), tokens.count, options_.temperature, scale_,
+                         options_.key, isa_);
+        return search.argmax(cutoff, scratch_.peaks);
     }
 
     double weight_before(int64_t id) const {
-        const Tokens& tokens = room_.all;
-        return before_forms[isa_](tokens.logits.data(), tokens.weights.data(), tokens.ids.data(), tokens.count,
-                                  logits_[id], static_cast<int32_t>(id));
+        const TokenArrays& tokens = scratch_.tokens;
+        return weight_before_variants[isa_](tokens.logits.data(), tokens.weights.data(), tokens.ids.data(),
+                                            tokens.count, logits_[id], static_cast<int32_t>(id));
     }
 
-    // A logit below that of any token that weighs 2^-octaves at least.
-    float lowered(double octaves) const {
-        const double least = static_cast<double>(heat_.most) - octaves / static_cast<double>(heat_.factor);
-        return std::nextafter(static_cast<float>(least), -kInfinity);
+    // A logit below that of every token whose weight is 2^-octaves or more.
+    float logit_below(double octaves) const {
+        const double min_logit =
+            static_cast<double>(scale_.max_logit) - octaves / static_cast<double>(scale_.octaves_per_logit);
+        return std::nextafter(static_cast<float>(min_logit), -kInfinity);
     }
 
-    // All tokens lighter than this together are outside of the smallest set that reaches top_p, and so is each alone.
-    double octaves_of_nucleus(double all) const {
-        const double lightest = kSafety * (1.0 - options_.top_p) * all / static_cast<double>(n_);
+    // Even all n tokens lighter than this together weigh less than 1 - top_p of the total: none of them is in the
+    // smallest set that reaches top_p.
+    double top_p_octaves(double total) const {
+        const double lightest = kRoundingMargin * (1.0 - options_.top_p) * total / static_cast<double>(n_);
         return -std::log2(lightest);
     }
 
-    // A logit that as many tokens reach as are wanted, and few more: so many groups of tokens do. Else `least`.
-    float bound_of_largest(float least) {
-        gather(room_.peaks.data(), peaks_, least);
-        Tokens& peaks = room_.all;
-        if (peaks.count <= options_.top_k) return least;
+    // A logit that at least top_k tokens reach, and few more: the top_k-th largest group maximum, since each group has
+    // a token with that logit. `min_logit` if there are no more than top_k such groups.
+    float top_k_lower_bound(float min_logit) {
+        gather(scratch_.peaks.data(), peak_count_, min_logit);
+        TokenArrays& peaks = scratch_.tokens;
+        if (peaks.count <= options_.top_k) return min_logit;
         std::fill_n(peaks.weights.begin(), peaks.count, 0.0f);
-        Ranking ranking(peaks, room_.some, room_.places, isa_);
-        return room_.peaks[ranking.reach(kCount, static_cast<double>(options_.top_k)).id];
+        TokenRanking ranking(peaks, scratch_.subset, scratch_.positions, isa_);
+        return scratch_.peaks[ranking.reach(kCount, static_cast<double>(options_.top_k)).id];
     }
 
-    void gather(const float* logits, int64_t n, float least) {
-        room_.all.make_room(static_cast<size_t>(n));
-        room_.some.make_room(static_cast<size_t>(n));
-        room_.places.resize(std::max(room_.places.size(), static_cast<size_t>(n)));
-        room_.all.count = gather_forms[isa_](logits, n, least, room_.all.logits.data(), room_.all.ids.data());
+    void gather(const float* logits, int64_t n, float min_logit) {
+        scratch_.tokens.grow(static_cast<size_t>(n));
+        scratch_.subset.grow(static_cast<size_t>(n));
+        scratch_.positions.resize(std::max(scratch_.positions.size(), static_cast<size_t>(n)));
+        scratch_.tokens.count =
+            gather_variants[isa_](logits, n, min_logit, scratch_.tokens.logits.data(), scratch_.tokens.ids.data());
     }
 
     const float* const logits_;
     const int64_t n_;
-    const Options& options_;
+    const RowOptions& options_;
     const Isa isa_;
-    Room& room_;
-    int64_t peaks_ = 0;
-    Heat heat_{};
+    Scratch& scratch_;
+    int64_t peak_count_ = 0;
+    SoftmaxScale scale_{};
 };
 
 }  // namespace
@@ -362,9 +190,9 @@ extern "C" void cue_sample(const float* logits, int64_t stride, int64_t rows, in
     const cue::Isa isa = cue::isa();
     cue::parallel(static_cast<int>(rows), [&](int row) {
         if (temperatures[row] == 0.0) return;
-        const double temperature = std::min(std::max(temperatures[row], cue::kTemperatureLeast), cue::kTemperatureMost);
-        const cue::Key key{static_cast<uint32_t>(keys[row]), static_cast<uint32_t>(keys[row] >> 32)};
-        const cue::Options options{temperature, top_k[row], top_p[row], key};
-        out[row] = cue::Row(logits + row * stride, n, options, isa, cue::kept_room).choose();
+        const double temperature = std::min(std::max(temperatures[row], cue::kTemperatureMin), cue::kTemperatureMax);
+        const cue::NoiseKey key{static_cast<uint32_t>(keys[row]), static_cast<uint32_t>(keys[row] >> 32)};
+        const cue::RowOptions options{temperature, top_k[row], top_p[row], key};
+        out[row] = cue::RowSampler(logits + row * stride, n, options, isa, cue::thread_scratch).choose();
     });
 }

@@ -1,80 +1,80 @@
-// Included by each_isa.h.
+// Requires sample_types.h. Included by foreach_isa.h: maxima, softmax weights and selection by logit of one row.
 
-// Largest numbers of groups of kGroup, in any order; returns how many, and the largest of all in *most.
-int64_t peaks_row(const float* x, int64_t n, float* peaks, float* most) {
-    F high = set1(-INFINITY);
+// The maxima of groups of kPeakGroup values, in any order, and the largest of all in *max_logit. Returns their number.
+int64_t group_max_row(const float* x, int64_t n, float* peaks, float* max_logit) {
+    F row_max = broadcast(-INFINITY);
     int64_t count = 0;
-    for (int64_t begin = 0; begin < n; begin += kGroup * W, count += W) {
-        const int64_t end = begin + kGroup * W < n ? begin + kGroup * W : n;
-        F here = set1(-INFINITY);
+    for (int64_t begin = 0; begin < n; begin += kPeakGroup * W, count += W) {
+        const int64_t end = begin + kPeakGroup * W < n ? begin + kPeakGroup * W : n;
+        F group_max = broadcast(-INFINITY);
         int64_t i = begin;
-        for (; i + W <= end; i += W) here = max(here, load(x + i));
+        for (; i + W <= end; i += W) group_max = max(group_max, load(x + i));
         if (i < end) {
             const int left = static_cast<int>(end - i);
-            here = max(here, choose_first(left, load_some(x + i, left), set1(-INFINITY)));
+            group_max = max(group_max, blend_first(left, load_partial(x + i, left), broadcast(-INFINITY)));
         }
-        store(peaks + count, here);
-        high = max(high, here);
+        store(peaks + count, group_max);
+        row_max = max(row_max, group_max);
     }
-    *most = largest(high);
+    *max_logit = lane_max(row_max);
     return count;
 }
 
-// exp((x - most) / temperature) by Cody and Waite's reduction; 0 below 2^-126 and for -inf.
-inline F weight(F x, const Heat& heat) {
-    const F d = max(set1(heat.least), sub(x, set1(heat.most)));
-    const F n = round(mul(d, set1(heat.factor)));
-    // The first product is exact and the first difference nearly, so that no rounding grows with n.
-    const F rest = sub(sub(d, mul(n, set1(heat.octave))), mul(n, set1(heat.octave_rest)));
-    const F f = mul(rest, set1(heat.factor));  // |f| <= 1/2
-    // The Taylor series of 2^f: the first term left out is 5e-9 at most.
-    F y = set1(1.5252734e-5f);
-    y = fma(y, f, set1(1.5403530e-4f));
-    y = fma(y, f, set1(1.3333558e-3f));
-    y = fma(y, f, set1(9.6181291e-3f));
-    y = fma(y, f, set1(5.5504109e-2f));
-    y = fma(y, f, set1(2.4022651e-1f));
-    y = fma(y, f, set1(6.9314718e-1f));
-    y = fma(y, f, set1(1.0f));
+// exp((x - max_logit) / temperature) with Cody-Waite range reduction; 0 below 2^-126 and for -inf.
+inline F softmax_weight(F x, const SoftmaxScale& scale) {
+    const F d = max(broadcast(scale.min_difference), sub(x, broadcast(scale.max_logit)));
+    const F n = round(mul(d, broadcast(scale.octaves_per_logit)));
+    // The first product is exact and the first difference nearly so: no rounding error grows with n.
+    const F rest = sub(sub(d, mul(n, broadcast(scale.octave_high))), mul(n, broadcast(scale.octave_low)));
+    const F f = mul(rest, broadcast(scale.octaves_per_logit));  // |f| <= 1/2
+    // Taylor series of 2^f: the first omitted term is at most 5e-9.
+    F y = broadcast(1.5252734e-5f);
+    y = fma(y, f, broadcast(1.5403530e-4f));
+    y = fma(y, f, broadcast(1.3333558e-3f));
+    y = fma(y, f, broadcast(9.6181291e-3f));
+    y = fma(y, f, broadcast(5.5504109e-2f));
+    y = fma(y, f, broadcast(2.4022651e-1f));
+    y = fma(y, f, broadcast(6.9314718e-1f));
+    y = fma(y, f, broadcast(1.0f));
     return scale_by_power(y, n);
 }
 
-// Not inlined, so that a token has the same weight wherever it is asked for.
-CUE_APART void weigh(const float* x, int64_t n, const Heat& heat, float* weights) {
+// Not inlined, so that a token has the same weight in every caller.
+CUE_NOINLINE void softmax_weights(const float* x, int64_t n, const SoftmaxScale& scale, float* weights) {
     int64_t i = 0;
-    for (; i + W <= n; i += W) store(weights + i, weight(load(x + i), heat));
+    for (; i + W <= n; i += W) store(weights + i, softmax_weight(load(x + i), scale));
     if (i == n) return;
     const int left = static_cast<int>(n - i);
-    store_some(weights + i, weight(load_some(x + i, left), heat), left);
+    store_partial(weights + i, softmax_weight(load_partial(x + i, left), scale), left);
 }
 
-// The sum of the first `count` of kRun weights, and zeros for the others.
+// The sum of the first `count` of kTokenRun weights. Sets the others to 0.
 inline double sum_of_run(float* weights, int64_t count) {
-    for (int64_t i = count; i < kRun; ++i) weights[i] = 0.0f;
-    double lanes[kLanes] = {};
-    for (int i = 0; i < kRun; i += kLanes)
-        for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += static_cast<double>(weights[i + lane]);
+    for (int64_t i = count; i < kTokenRun; ++i) weights[i] = 0.0f;
+    double lanes[kSumLanes] = {};
+    for (int i = 0; i < kTokenRun; i += kSumLanes)
+        for (int lane = 0; lane < kSumLanes; ++lane) lanes[lane] += static_cast<double>(weights[i + lane]);
     double sum = 0.0;
     for (const double lane : lanes) sum += lane;
     return sum;
 }
 
-// The weight of each kRun tokens.
-void sums_row(const float* x, int64_t n, const Heat& heat, double* sums) {
-    float weights[kRun];
-    for (int64_t begin = 0; begin < n; begin += kRun) {
-        const int64_t count = begin + kRun < n ? kRun : n - begin;
-        weigh(x + begin, count, heat, weights);
+// The total weight of each run of kTokenRun tokens.
+void run_weights_row(const float* x, int64_t n, const SoftmaxScale& scale, double* sums) {
+    float weights[kTokenRun];
+    for (int64_t begin = 0; begin < n; begin += kTokenRun) {
+        const int64_t count = begin + kTokenRun < n ? kTokenRun : n - begin;
+        softmax_weights(x + begin, count, scale, weights);
         *sums++ = sum_of_run(weights, count);
     }
 }
 
-// The weight of the tokens that come before this one in descending order of logits, equals by their ids.
-double before_row(const float* x, const float* weights, const int32_t* ids, int64_t n, float logit, int32_t id) {
+// The total weight of the tokens before this one in descending order of logits, equal logits in order of ids.
+double weight_before_row(const float* x, const float* weights, const int32_t* ids, int64_t n, float logit, int32_t id) {
     double sum = 0.0;
-    float counted[kRun];
-    for (int64_t begin = 0; begin < n; begin += kRun) {
-        const int64_t count = begin + kRun < n ? kRun : n - begin;
+    float counted[kTokenRun];
+    for (int64_t begin = 0; begin < n; begin += kTokenRun) {
+        const int64_t count = begin + kTokenRun < n ? kTokenRun : n - begin;
         for (int64_t i = 0; i < count; ++i) {
             const float weight = weights[begin + i];
             const float of_equals = ids[begin + i] < id ? weight : 0.0f;
@@ -86,88 +86,21 @@ double before_row(const float* x, const float* weights, const int32_t* ids, int6
     return sum;
 }
 
-// The numbers that are not below `least`, and where they were, in order; returns how many.
-int64_t gather_row(const float* x, int64_t n, float least, float* found, int32_t* ids) {
+// The values that are at least `min_logit`, and their positions, in order. Returns their number.
+int64_t gather_row(const float* x, int64_t n, float min_logit, float* found, int32_t* ids) {
     int64_t count = 0;
-    for (int64_t begin = 0; begin < n; begin += kLook) {
-        const int64_t end = begin + kLook < n ? begin + kLook : n;
-        F high = set1(-INFINITY);
+    for (int64_t begin = 0; begin < n; begin += kSkipBlock) {
+        const int64_t end = begin + kSkipBlock < n ? begin + kSkipBlock : n;
+        F row_max = broadcast(-INFINITY);
         int64_t i = begin;
-        for (; i + W <= end; i += W) high = max(high, load(x + i));
-        if (i == end && largest(high) < least) continue;
-        // Each is written, and overwritten by the next unless it counts.
+        for (; i + W <= end; i += W) row_max = max(row_max, load(x + i));
+        if (i == end && lane_max(row_max) < min_logit) continue;
+        // Every value is stored; the next overwrites it unless `count` advances.
         for (i = begin; i < end; ++i) {
             found[count] = x[i];
             ids[count] = static_cast<int32_t>(i);
-            count += x[i] >= least;
+            count += x[i] >= min_logit;
         }
     }
     return count;
-}
-
-// The least and the largest of n > 0 numbers.
-void ends_row(const float* x, int64_t n, float* least, float* most) {
-    F low = set1(-INFINITY), high = low;  // low is of the negated numbers
-    int64_t i = 0;
-    for (; i + W <= n; i += W) {
-        const F some = load(x + i);
-        low = max(low, sub(zero(), some)), high = max(high, some);
-    }
-    *least = -largest(low), *most = largest(high);
-    for (; i < n; ++i) {
-        if (x[i] < *least) *least = x[i];
-        if (x[i] > *most) *most = x[i];
-    }
-}
-
-// Which bin each of x belongs to: (high - x) * scale, rounded down.
-void bins_row(const float* x, int64_t n, double high, double scale, int32_t* bins) {
-    for (int64_t i = 0; i < n; ++i) bins[i] = static_cast<int32_t>((high - static_cast<double>(x[i])) * scale);
-}
-
-// Where the bins are this one, in order; returns how many.
-int64_t members_row(const int32_t* bins, int64_t n, int32_t bin, int32_t* places) {
-    int64_t count = 0;
-    for (int64_t begin = 0; begin < n; begin += kLook) {
-        const int64_t end = begin + kLook < n ? begin + kLook : n;
-        int32_t any = 0;
-        for (int64_t i = begin; i < end; ++i) any |= bins[i] == bin;
-        if (any == 0) continue;
-        for (int64_t i = begin; i < end; ++i) {
-            places[count] = static_cast<int32_t>(i);
-            count += bins[i] == bin;
-        }
-    }
-    return count;
-}
-
-// In octaves, at least the score of each token of a run, and less than 1/10 more where its noise is high: of the noise
-// -log2(-log1p(-y)) only -log2(y) is taken, and of that the exponent and, as a straight line, the mantissa of y.
-CUE_APART void bounds(const float* x, const int32_t* ids, int64_t n, const Heat& heat, Key key, float* out) {
-    float parts[kRun];  // y in units of 2^-32
-    for (int64_t i = 0; i < n; ++i) {
-        const uint32_t bits = bits_of(key, static_cast<uint32_t>(ids[i]));
-        const float high = static_cast<float>(static_cast<int32_t>(bits >> 16));
-        parts[i] = high * 65536.0f + (static_cast<float>(static_cast<int32_t>(bits & 0xffff)) + 0.5f);
-    }
-    int32_t words[kRun];
-    std::memcpy(words, parts, static_cast<size_t>(n) * sizeof(float));
-    for (int64_t i = 0; i < n; ++i)
-        out[i] = (x[i] - heat.most) * heat.factor + (159.0f - static_cast<float>(words[i]) * 0x1p-23f);
-}
-
-// The largest bound of each kRun tokens. Without ids these are 0, 1, 2 and so on.
-void race_row(const float* x, const int32_t* ids, int64_t n, const Heat& heat, Key key, float* peaks) {
-    float here[kRun];
-    int32_t counted[kRun];
-    for (int64_t begin = 0; begin < n; begin += kRun) {
-        const int64_t count = begin + kRun < n ? kRun : n - begin;
-        if (ids == nullptr)
-            for (int i = 0; i < kRun; ++i) counted[i] = static_cast<int32_t>(begin) + i;
-        bounds(x + begin, ids == nullptr ? counted : ids + begin, count, heat, key, here);
-        for (int64_t i = count; i < kRun; ++i) here[i] = -INFINITY;
-        F high = load(here);
-        for (int i = W; i < kRun; i += W) high = max(high, load(here + i));
-        *peaks++ = largest(high);
-    }
 }

@@ -1,3 +1,4 @@
+// The thread pool: tasks are claimed from a shared counter, and idle workers spin before they sleep.
 #include "threads.h"
 
 #include <atomic>
@@ -19,13 +20,13 @@
 namespace cue {
 namespace {
 
-// A step of a model is a few hundred jobs with pauses of microseconds between them: a worker that slept through each
-// pause would take longer to wake than the job takes.
-constexpr std::chrono::microseconds kSpin{50};
-constexpr int kPausesPerLook = 32;
+// A step of a model is a few hundred jobs with microseconds between them: waking a sleeping worker would take longer
+// than a job.
+constexpr std::chrono::microseconds kSpinTime{50};
+constexpr int kPausesPerCheck = 32;
 constexpr int kThreadsMax = 1024;
 
-void pause() {
+void cpu_relax() {
 #if CUE_X86
     _mm_pause();
 #elif defined(__aarch64__)
@@ -33,103 +34,106 @@ void pause() {
 #endif
 }
 
-// Spin until `ready()`; false if it took longer than kSpin.
+// Spin until `ready()`; false after kSpinTime.
 template <class Ready>
-bool spin(Ready ready) {
+bool spin_until(Ready ready) {
     const auto begin = std::chrono::steady_clock::now();
     do {
-        for (int i = 0; i < kPausesPerLook; ++i) {
+        for (int i = 0; i < kPausesPerCheck; ++i) {
             if (ready()) return true;
-            pause();
+            cpu_relax();
         }
-    } while (std::chrono::steady_clock::now() - begin < kSpin);
+    } while (std::chrono::steady_clock::now() - begin < kSpinTime);
     return ready();
 }
 
 thread_local bool in_task = false;
 
-class Pool {
+class ThreadPool {
 public:
-    explicit Pool(int workers) {
-        // Signals are for the threads of the host program.
+    explicit ThreadPool(int workers) {
+        // Workers block all signals: handlers run on the host program's threads.
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
-            for (int i = 0; i < workers; ++i) threads_.emplace_back([this] { work(); });
+            for (int i = 0; i < workers; ++i) threads_.emplace_back([this] { worker_loop(); });
         } catch (const std::system_error&) {
-            // No more threads to be had: the others do the work.
+            // The system refused a thread: the existing ones do the work.
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
-    ~Pool() {
+    ~ThreadPool() {
         stop_.store(true);
-        wake();
+        wake_workers();
         for (auto& thread : threads_) thread.join();
     }
 
-    void job(int tasks, void (*run)(void*, int), void* context) {
+    void run_job(int tasks, void (*run)(void*, int), void* context) {
         run_ = run;
         context_ = context;
         tasks_ = tasks;
-        done_.store(0, std::memory_order_relaxed);
-        left_.store(static_cast<uint32_t>(tasks));
-        if (asleep_.load() > 0) wake();
-        take_part();
-        while (!spin([&] { return done_.load(std::memory_order_acquire) == tasks; })) sched_yield();
+        finished_.store(0, std::memory_order_relaxed);
+        unclaimed_.store(static_cast<uint32_t>(tasks));
+        if (sleeping_.load() > 0) wake_workers();
+        run_tasks();
+        while (!spin_until([&] { return finished_.load(std::memory_order_acquire) == tasks; })) sched_yield();
     }
 
 private:
-    // Claim and run tasks until none are left. A claim is valid whatever job it finds: the fields of that job were
-    // written before its tasks were offered, and stay until the claimed task is done.
-    void take_part() {
+    // Claim and run tasks until none are left. A claim is valid for whichever job it belongs to: a job's fields are
+    // written before its tasks are offered, and stay until every claimed task is finished.
+    void run_tasks() {
         for (;;) {
-            uint32_t left = left_.load(std::memory_order_relaxed);
+            uint32_t unclaimed = unclaimed_.load(std::memory_order_relaxed);
             do {
-                if (left == 0) return;
-            } while (!left_.compare_exchange_weak(left, left - 1));
-            run_(context_, tasks_ - static_cast<int>(left));
-            done_.fetch_add(1, std::memory_order_release);
+                if (unclaimed == 0) return;
+            } while (!unclaimed_.compare_exchange_weak(unclaimed, unclaimed - 1));
+            run_(context_, tasks_ - static_cast<int>(unclaimed));
+            finished_.fetch_add(1, std::memory_order_release);
         }
     }
 
-    bool called() const { return left_.load() != 0 || stop_.load(); }
+    bool has_work() const { return unclaimed_.load() != 0 || stop_.load(); }
 
-    void work() {
+    void worker_loop() {
         in_task = true;
         while (!stop_.load()) {
-            if (!spin([this] { return called(); })) sleep();
-            take_part();
+            if (!spin_until([this] { return has_work(); })) wait_for_work();
+            run_tasks();
         }
     }
 
-    void sleep() {
-        std::unique_lock<std::mutex> lock(bed_);
-        // Counted before the last look, as `job` offers its tasks before it counts: one of the two sees the other.
-        asleep_.fetch_add(1);
-        alarm_.wait(lock, [this] { return called(); });
-        asleep_.fetch_sub(1);
+    void wait_for_work() {
+        std::unique_lock<std::mutex> lock(sleep_mutex_);
+        // Count as sleeping before the last check; `run_job` offers its tasks before it reads the count. One of the two
+        // sees the other.
+        sleeping_.fetch_add(1);
+        work_available_.wait(lock, [this] { return has_work(); });
+        sleeping_.fetch_sub(1);
     }
 
-    void wake() {
-        { std::lock_guard<std::mutex> lock(bed_); }
-        alarm_.notify_all();
+    void wake_workers() {
+        {
+            std::lock_guard<std::mutex> lock(sleep_mutex_);
+        }
+        work_available_.notify_all();
     }
 
-    alignas(64) std::atomic<uint32_t> left_{0};  // tasks not yet claimed
-    alignas(64) std::atomic<int> done_{0};
+    alignas(64) std::atomic<uint32_t> unclaimed_{0};  // tasks not yet claimed
+    alignas(64) std::atomic<int> finished_{0};
     alignas(64) void (*run_)(void*, int) = nullptr;
     void* context_ = nullptr;
     int tasks_ = 0;
-    std::atomic<int> asleep_{0};
+    std::atomic<int> sleeping_{0};
     std::atomic<bool> stop_{false};
-    std::mutex bed_;
-    std::condition_variable alarm_;
+    std::mutex sleep_mutex_;
+    std::condition_variable work_available_;
     std::vector<std::thread> threads_;
 };
 
-int processors() {
+int available_processors() {
 #if defined(__linux__)
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
@@ -138,45 +142,46 @@ int processors() {
     return count > 0 ? count : 1;
 }
 
-// Never destroyed: at exit the workers sleep, and nobody must wait for them.
-struct Shared {
-    std::mutex turn;  // held by whoever has the pool do something
-    Pool* pool = nullptr;
-    std::atomic<int> threads{processors()};
+// Never destroyed: workers may sleep at exit, and the process does not wait for them.
+struct SharedState {
+    std::mutex caller_turn;  // held while a caller uses or replaces the pool
+    ThreadPool* pool = nullptr;
+    std::atomic<int> threads{available_processors()};
 };
 
-Shared* shared = nullptr;
+SharedState* shared = nullptr;
 
-// A forked child has none of the workers, and its copy of the mutex may be held by a thread that is not there.
+// A forked child has no workers, and its copy of the mutex may be locked by a thread that does not exist.
 void after_fork_in_child() {
     const int threads = shared->threads.load();
-    shared = new Shared;
+    shared = new SharedState;
     shared->threads.store(threads);
 }
 
-Shared& state() {
-    static const bool made = [] {
-        shared = new Shared;
+SharedState& shared_state() {
+    static const bool initialized = [] {
+        shared = new SharedState;
         pthread_atfork(nullptr, nullptr, after_fork_in_child);
         return true;
     }();
-    (void)made;
+    (void)initialized;
     return *shared;
 }
 
-void alone(int tasks, void (*run)(void*, int), void* context) {
+void run_serially(int tasks, void (*run)(void*, int), void* context) {
     for (int task = 0; task < tasks; ++task) run(context, task);
 }
 
 }  // namespace
 
 void parallel(int tasks, void (*run)(void*, int), void* context) {
-    Shared& here = state();
-    if (tasks <= 1 || in_task || here.threads.load(std::memory_order_relaxed) == 1) return alone(tasks, run, context);
-    std::lock_guard<std::mutex> turn(here.turn);
-    if (here.pool == nullptr) here.pool = new Pool(here.threads.load() - 1);
+    SharedState& state = shared_state();
+    if (tasks <= 1 || in_task || state.threads.load(std::memory_order_relaxed) == 1)
+        return run_serially(tasks, run, context);
+    std::lock_guard<std::mutex> caller_turn(state.caller_turn);
+    if (state.pool == nullptr) state.pool = new ThreadPool(state.threads.load() - 1);
     in_task = true;
-    here.pool->job(tasks, run, context);
+    state.pool->run_job(tasks, run, context);
     in_task = false;
 }
 
@@ -184,14 +189,14 @@ void parallel(int tasks, void (*run)(void*, int), void* context) {
 
 extern "C" void cue_parallel(int tasks, void (*run)(void*, int), void* context) { cue::parallel(tasks, run, context); }
 
-extern "C" int cue_threads() { return cue::state().threads.load(); }
+extern "C" int cue_threads() { return cue::shared_state().threads.load(); }
 
 extern "C" void cue_set_threads(int count) {
-    cue::Shared& here = cue::state();
-    std::lock_guard<std::mutex> turn(here.turn);
+    cue::SharedState& state = cue::shared_state();
+    std::lock_guard<std::mutex> caller_turn(state.caller_turn);
     const int bounded = count < 1 ? 1 : count < cue::kThreadsMax ? count : cue::kThreadsMax;
-    if (bounded == here.threads.load()) return;
-    delete here.pool;
-    here.pool = nullptr;
-    here.threads.store(bounded);
+    if (bounded == state.threads.load()) return;
+    delete state.pool;
+    state.pool = nullptr;
+    state.threads.store(bounded);
 }

@@ -1,29 +1,30 @@
-// One pool of threads for all kernels: the caller and `cue_threads() - 1` workers.
+// One pool of threads for all kernels: the calling thread and `cue_threads() - 1` workers.
 #pragma once
 
 #include <type_traits>
 
 namespace cue {
 
-// Run `run(context, task)` for every task from 0 to `tasks - 1`, in any order, on all threads; returns when all are
-// done. Callers take turns. A task must not throw; a task that calls `parallel` does that work alone.
+// Run `run(context, task)` for each task from 0 to `tasks - 1`, in any order, on all threads, and return when all have
+// finished. Concurrent callers wait for each other. A task must not throw. A call from within a task runs on the
+// calling thread alone.
 void parallel(int tasks, void (*run)(void* context, int task), void* context);
 
-// The same for a lambda `void(int task)`.
+// The same for a callable `void(int task)`.
 template <class Body>
 void parallel(int tasks, Body&& body) {
-    using Plain = std::remove_reference_t<Body>;
-    auto run = [](void* context, int task) { (*static_cast<Plain*>(context))(task); };
+    using Callable = std::remove_reference_t<Body>;
+    auto run = [](void* context, int task) { (*static_cast<Callable*>(context))(task); };
     parallel(tasks, run, const_cast<void*>(static_cast<const void*>(&body)));
 }
 
 }  // namespace cue
 
 extern "C" {
-// `cue::parallel` for callers from elsewhere.
+// `cue::parallel` with C linkage.
 void cue_parallel(int tasks, void (*run)(void* context, int task), void* context);
-// How many threads compute, the caller among them; at first as many as this process may use processors.
+// Number of computing threads, including the caller's. Initially the number of processors that this process may use.
 int cue_threads();
-// Change it, to 1 at least. Waits for work in progress.
+// Set the number of threads, at least 1. Waits for work in progress.
 void cue_set_threads(int count);
 }

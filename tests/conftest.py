@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +61,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("there is no CUDA device")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let one worker compile the native kernels for all: the compiler uses every core by itself."""
+    if WORKERS == 1 or sys.platform == "win32":
+        return
+    import fcntl
+
+    shared = tmp_path_factory.getbasetemp().parent
+    with (shared / "native.lock").open("w") as file, contextlib.suppress(NoNativeCode):
+        fcntl.flock(file, fcntl.LOCK_EX)
+        load_native(cache_directory() / "native")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -72,7 +72,7 @@ def judged(model: PreTrainedModel, count: int) -> torch.Tensor:
         return model(input_ids=torch.arange(5, 5 + count)[None] % 100, use_cache=False).logits[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # gemma2 has the latter's kinds, and one layer of each
 def test_layers_of_a_kind_share_code_for_any_number_of_tokens(family: str, tmp_path: Path) -> None:
     make, kinds = FAMILIES[family]
     model = save(make(), tmp_path)

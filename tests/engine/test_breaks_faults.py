@@ -146,7 +146,7 @@ async def test_drain_of_an_engine_that_gives_up_raises(tmp_path: Path, caplog: p
             await stream.result()
     (line,) = (record for record in caplog.records if "gave_up" in record.getMessage())
     assert (line.name, line.levelname) == ("cuelight.engine", "ERROR")
-    assert "has died 1 times" in line.getMessage()
+    assert "the executor died 1 times in a row" in line.getMessage()
 
 
 def executors_engine(folder: Path) -> Engine:

@@ -333,7 +333,7 @@ def test_row_fed_the_token_of_an_ended_row_is_detected(tiny: Tiny, monkeypatch: 
 
     monkeypatch.setattr(DeviceRows, "prepare", freeing)
     loaded = load(options(folder))
-    with pytest.raises(AssertionError, match="no step is fed a token of a row that is gone"):
+    with pytest.raises(AssertionError, match="no step reads the token of a free slot"):
         Pipeline(ModelRunner(loaded, debug_poison=True), prompts, 1).run(output_tokens=4)
 
 

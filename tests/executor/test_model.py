@@ -434,7 +434,7 @@ def test_nothing_is_measured_without_host_memory(tmp_path: Path, monkeypatch: py
     runner = ModelRunner(load(options(tmp_path)))
     assert runner.host == HostTier()
     runner.copy(BlockCopies(CopyKind.FORK, (1,), (2,))).wait()
-    with pytest.raises(AssertionError, match="memory for them"):
+    with pytest.raises(AssertionError, match="saving and loading need host memory"):
         runner.copy(BlockCopies(CopyKind.SAVE, (1,), (0,)))
 
 

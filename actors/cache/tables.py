@@ -131,7 +131,8 @@ class BlockTables:
     def release(self, filled: Filled, *, is_poisoned: bool = False) -> None:
         """Fill, then free the table, its tail first. Does nothing for a request without a table.
 
-        The blocks that a poisoned request computed are removed from the index.
+        Full blocks stay in the index, where other requests find them until they are evicted. The blocks that a poisoned
+        request computed are removed from the index.
         """
         self._refused.pop(filled.request_id, None)
         table = self._tables.pop(filled.request_id, None)

@@ -1,4 +1,4 @@
-"""The tokens that the next step computes, as a pure function of the running requests and the token budget."""
+"""The tokens that the next step computes, when a request ends, and the token budget (halved after out of memory)."""
 
 from __future__ import annotations
 

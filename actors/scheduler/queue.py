@@ -1,4 +1,7 @@
-"""The waiting requests in a policy's order of service. Joining and leaving stay cheap in a long queue."""
+"""The waiting requests in a policy's order of service. Joining and leaving stay cheap in a long queue.
+
+Also chooses the running request to preempt: `victim` for want of blocks, `find_claim` for a tenant's share.
+"""
 
 from __future__ import annotations
 

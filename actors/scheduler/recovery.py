@@ -1,4 +1,7 @@
-"""Recovery after the executor or the cache manager is lost, and attribution of the executor's deaths."""
+"""Recovery after the executor or the cache manager is lost, and attribution of the executor's deaths.
+
+`is_from_outside` tells a kill by an operator from a crash; `attribute_crash` finds the request at fault.
+"""
 
 from __future__ import annotations
 

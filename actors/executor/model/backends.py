@@ -1,4 +1,4 @@
-"""Choice of the attention backend: the fastest on this device that supports the model."""
+"""The interface of attention backends, and the choice: the fastest on this device that supports the model."""
 
 from __future__ import annotations
 

@@ -65,4 +65,12 @@ Keep → RetainStreams             Recall → GetHistories             Serving �
 Abandon → DropStream             Remembered → RestoreState         Report → GetExecutorState
 TellStreams → GetStreams         Condemn → FailRequest             Part → ActorSpec
 AllSent → ResendComplete         CallOff → CancelSwitch            Fate → RestartPolicy
+Chunk (executor) → RowChunk      Copying → CopyKind                Address (kernel) → Recipient
+Tracked → Request                Workload → SchedulerState         Door → AdmissionGate
+Flights → InFlightSteps          NextStep → StepLoop               Rounds → AdmissionPlanner
+Succession → ExecutorManager     Switching → ExecutorSwitch        Deferred → PrefixWaiters
+Reservation → BlockRequests      Allowance → AdaptiveTokenBudget   Patience → Watchdog
+Chronicle → Timeline             Endings → UnconfirmedEnds         Neighbours → Peers
+Ensemble → EngineParts           Submissions → RequestRouter       Board → StatusBoard
+Record → RotatingJournal         Past → RestoredState              Lead → ActiveExecutor
 """
